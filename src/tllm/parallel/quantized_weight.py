@@ -30,7 +30,7 @@ from tllm.kernels.product_ways import Way, kind_of, multiply_packed
 from tllm.kernels.training.reproducible import reproducible_passes
 from tllm.kernels.training.training_matmul import training_matmul
 from tllm.quantization.blocks import Code, Scheme, table_on
-from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack_rows
+from tllm.quantization.packed_layout import PackedTensors, packed_group, padded_columns, unpack_rows
 from tllm.quantization.reference_matmul import reference_matmul
 
 KINDS: dict[tuple[int, Code, bool], int] = {
@@ -73,7 +73,7 @@ class PackedRows:
             tensors,
             self.outputs,
             scheme.bits,
-            scheme.group,
+            packed_group(scheme, self.columns),
             scheme.super_group,
             scheme.offset,
             scheme.byte_bias,
@@ -94,7 +94,7 @@ class PackedRows:
             outputs=self.outputs,
             columns=self.columns,
             padded=padded_columns(self.columns),
-            group=min(scheme.group, padded_columns(self.columns)),
+            group=packed_group(scheme, self.columns),
             super_group=scheme.super_group,
             kind=kind,
             offset=scheme.offset,

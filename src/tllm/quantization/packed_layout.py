@@ -86,6 +86,11 @@ def padded_columns(columns: int) -> int:
     return -(-columns // X_GROUP) * X_GROUP
 
 
+def packed_group(scheme: Scheme, columns: int) -> int:
+    """Columns that share a scale, of so many packed ones: where all of a row do, whole groups of 32."""
+    return scheme.group if scheme.group < columns else padded_columns(columns)
+
+
 def room_for_codes(rows: int, columns: int, bits: int) -> Tensor:
     """Memory for the packed codes of a matrix."""
     return torch.empty(

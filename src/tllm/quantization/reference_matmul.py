@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tllm.kernels.packing import X_GROUP
 from tllm.quantization.blocks import Blocks, Scheme, minima_of, scales_of, values_of
-from tllm.quantization.packed_layout import PackedTensors, padded_columns, unpack
+from tllm.quantization.packed_layout import PackedTensors, packed_group, padded_columns, unpack
 
 HALF = 16
 
@@ -70,14 +70,15 @@ def _product(x: RoundedRows, weights: Blocks, columns: int, exact: bool) -> Tens
     """The product with all of these weights, whose padded columns are among them."""
     x_codes, x_scales = x
     scheme, values = weights.scheme, values_of(weights).double() - weights.scheme.offset
+    width = packed_group(scheme, columns)
     scales, minima = scales_of(weights), minima_of(weights)
     zeros = torch.zeros(len(x_codes), len(values), device=x_codes.device)
     y = zeros.double() if exact else zeros
-    step = HALF if scheme.group < X_GROUP else X_GROUP
-    for group in range(-(-columns // scheme.group)):
+    step = HALF if width < X_GROUP else X_GROUP
+    for group in range(-(-columns // width)):
         scaled, sums = zeros, zeros[:, :1]
         of_group = scales[:, group]
-        for at in range(group * scheme.group, min((group + 1) * scheme.group, x_codes.shape[1]), step):
+        for at in range(group * width, min((group + 1) * width, x_codes.shape[1]), step):
             some = x_codes[:, at : at + step].double()
             d = x_scales[:, at // X_GROUP, None]
             part = _group_sums(some, values[:, at : at + step], scheme) * d

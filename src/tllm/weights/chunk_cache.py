@@ -86,6 +86,7 @@ class ChunkCache:
         if self._folder is None or len(data) > self._limit:
             return False
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             with whole_file(self._folder / digest.hex(), synced=False) as file:
                 file.write(data)
         except OSError as error:
@@ -119,7 +120,10 @@ class ChunkCache:
     def _chunks(self) -> list[Path]:
         if self._folder is None:
             return []
-        return [path for path in self._folder.iterdir() if len(path.name) == 64 and set(path.name) <= HEX]
+        try:
+            return [path for path in self._folder.iterdir() if len(path.name) == 64 and set(path.name) <= HEX]
+        except FileNotFoundError:  # somebody has removed it, to have room; `put` makes it anew
+            return []
 
 
 HEX = set("0123456789abcdef")

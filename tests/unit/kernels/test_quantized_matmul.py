@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,6 +156,21 @@ def test_columns_before_the_cut_meet_zeros(kernels: Library) -> None:
     weight = QuantizedWeight([PackedRows(pack(packed), packed.scheme, 16, lead + 100, lead)], 100)
     wide = torch.cat((torch.zeros(3, lead), x), 1)
     assert torch.equal(weight.matmul(x), weight_of(packed).matmul(wide))
+
+
+@pytest.mark.parametrize("columns", [16, 17, 24, 31, 100])
+def test_a_row_of_few_columns_has_one_scale(columns: int, kernels: Library) -> None:
+    """Also where there are fewer than the 32 that a step takes, and more than half of them."""
+    torch.manual_seed(9)
+    integers = Scheme(8, columns, offset=128)
+    for blocks in (KINDS["float8_by_row"](20, columns), replace(KINDS["scale_of_row"](20, columns), scheme=integers)):
+        for rows, exact in itertools.product((1, 5), (False, True)):
+            x = torch.randn(rows, columns)
+            found = weight_of(blocks).matmul(x, exact)
+            assert torch.equal(found, reference_matmul(x, pack(blocks), blocks.scheme, 20, exact))
+            codes, scales = round_rows(x)
+            rounded = (codes.double() * scales.double().repeat_interleave(32, 1))[:, :columns]
+            torch.testing.assert_close(found.double(), rounded @ dequantize(blocks).double().T, rtol=1e-5, atol=1e-3)
 
 
 def test_codes_that_eight_bits_with_a_sign_do_not_hold(kernels: Library) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,26 @@ def test_memory_goes_on_to_later_tensors_once_no_view_is_left() -> None:
     again = memory.empty((5, 5), torch.float32)
     assert again.data_ptr() == place and again.shape == (5, 5) and memory.nbytes == 2 * ROUNDED_TO
     assert memory.empty((ROUNDED_TO,), torch.float64).numel() == ROUNDED_TO and memory.nbytes == 10 * ROUNDED_TO
+
+
+def test_a_block_that_is_given_back_meanwhile_does_not_take_the_place_of_another() -> None:
+    """As when the collector comes to a tensor, or another thread lets one go, while a block is looked for."""
+    memory = HeldMemory()
+    held = [memory.empty((ROUNDED_TO,), torch.uint8), memory.empty((2 * ROUNDED_TO,), torch.uint8)]
+    place = held.pop().data_ptr()
+
+    class Meanwhile(list[tuple[int, int]]):
+        def pop(self, *at: Any) -> tuple[int, int]:
+            held.clear()
+            return super().pop(*at)
+
+        def remove(self, free: tuple[int, int]) -> None:
+            held.clear()
+            super().remove(free)
+
+    memory._free = Meanwhile(memory._free)
+    assert memory.empty((2 * ROUNDED_TO,), torch.uint8).data_ptr() == place and not held
+    assert memory.nbytes == 3 * ROUNDED_TO
 
 
 @torch.inference_mode()

@@ -116,6 +116,13 @@ def test_mlx(key: str) -> None:
     assert found.bits_of("model.embed_tokens", 4096) == 4.5
 
 
+def test_mlx_names_modules_as_a_model_that_also_sees_does() -> None:
+    gate = {"group_size": 64, "bits": 8}
+    found = of({**MLX, "language_model.model.layers.0.mlp.gate": gate, "language_model.lm_head": False}, "quantization")
+    assert found.coding("model.layers.0.mlp.gate") == Coding(8, 64, symmetric=False, beside=32)
+    assert found.coding("lm_head") is None
+
+
 def test_what_is_asked_for_while_loading() -> None:
     int8, int4 = (held_quantization({"_quantize": kind, "tie_word_embeddings": kind == "int4"}) for kind in WISHES)
     assert int8 is not None and int4 is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,15 @@ def test_one_without_room_keeps_nothing(tmp_path: Path) -> None:
         assert not shelf.put(digest, data)
         assert shelf.take(digest) is None and shelf.digests() == []
     assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_anew(tmp_path: Path) -> None:
+    """As by somebody who needs room and knows that what is in a cache comes again."""
+    shelf = ChunkCache(tmp_path / "cache", 1000)
+    digest = put(shelf, 1)
+    shutil.rmtree(tmp_path / "cache")
+    assert shelf.digests() == [] and shelf.take(digest) is None
+    assert put(shelf, 1) == digest and shelf.digests() == [digest]
 
 
 def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:

@@ -10,11 +10,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tllm.core.errors import WeightsError
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.quantization.blocks import Blocks, Scheme, dequantize
 from tllm.quantization.stored_tensor import Box
+from tllm.spec.quantized.weight_form import Quantize
 from tllm.weights import load as loading
+from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
+from tllm.weights.formats.rounded_tensor import RoundedExpert, RoundedTensor
 from tllm.weights.load import load
 from tllm.weights.safetensors_index import Index
 
@@ -90,3 +94,14 @@ def test_parts_of_blocks_stand_for_parts_of_the_weight() -> None:
     whole = dequantize(blocks)
     assert torch.equal(dequantize(blocks.narrow(-1, 64, 192)), whole[:, 64:192])
     assert torch.equal(dequantize(blocks.narrow(-2, 1, 3)), whole[1:3])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("wrong", [torch.nan, -torch.inf])
+def test_a_weight_that_is_no_number_is_not_rounded_to_one(kind: Quantize, wrong: float) -> None:
+    weights = torch.randn(2, 64, 16)
+    weights[1, 40, 3] = wrong
+    matrix, expert = RoundedTensor("w", (64, 16), kind), RoundedExpert("w", (16, 64), kind, 1)
+    for stored, plane in ((matrix, weights[1]), (expert, weights[1:])):
+        with pytest.raises(WeightsError, match="w: a weight is not a finite number"):
+            stored.decode(whole(stored.shape), {"w": plane})

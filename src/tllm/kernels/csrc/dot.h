@@ -76,7 +76,7 @@ typedef union {
 } SmallHalves;
 
 typedef i16x32 SmallSums;
-#define HAS_SMALL_SUMS 1
+#define HAS_SMALL_SUMS
 
 INLINE SmallSums dot_small(SmallSums sums, u8x64 codes, int32_t x) {
     SmallHalves into = {.sums = sums};
@@ -189,8 +189,6 @@ INLINE u8x64 look_up(u8x64 codes, u8x16 table) {
 #endif
 
 #ifndef HAS_SMALL_SUMS
-#define HAS_SMALL_SUMS 0
-
 typedef i32x16 SmallSums;
 
 INLINE i32x16 of_small(SmallSums sums) { return sums; }

@@ -67,7 +67,8 @@ INLINE void of_groups(f32x16 *to, const PackedWeight *w, const void *codes, cons
  * many bytes `ahead`. */
 INLINE void dots(i32x16 *sums, const uint8_t *codes, const int8_t *x, int columns, int kind, u8x16 table, int rows,
                  int chains, int ahead) {
-    const int is_small = kind == NIBBLES && HAS_SMALL_SUMS;
+    /* Where `dot` has a bias, which offset_of does not take from these codes, and where theirs have sums of their own. */
+    const int is_small = kind == NIBBLES && CODE_BIAS != 0;
     SmallSums small[CHAINS][8];
     i32x16 large[CHAINS][8];
     for (int chain = 0; chain < chains; chain++)

@@ -56,9 +56,10 @@ class HeldMemory:
 
     def _block_of(self, nbytes: int) -> int:
         """The smallest free block of so many bytes, or a new one."""
-        place = next((place for place, (size, _) in enumerate(self._free) if size >= nbytes), None)
-        if place is not None:
-            return self._free.pop(place)[1]
+        free = next((free for free in self._free if free[0] >= nbytes), None)
+        if free is not None:
+            self._free.remove(free)  # not by its place, as others may be given back meanwhile
+            return free[1]
         block: Block = torch.empty(-(-nbytes // ROUNDED_TO) * ROUNDED_TO, dtype=torch.uint8).numpy()
         self._blocks.append(block)
         return len(self._blocks) - 1

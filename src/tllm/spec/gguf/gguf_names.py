@@ -272,7 +272,8 @@ def parse_name(name: str, architecture: Architecture, layers: int) -> GgufName |
         weight = None if architecture.by_turns else experts.get(part)
         return GgufName((f"{prefix}.{weight.format(match['expert'])}.{kind}",), part) if weight else None
     if part.endswith("_exps"):
-        parts = ("ffn_gate", "ffn_up") if part == "ffn_gate_up_exps" else (part.removesuffix("_exps"),)
+        joined = part == "ffn_gate_up_exps" and not architecture.by_turns
+        parts = ("ffn_gate", "ffn_up") if joined else (part.removesuffix("_exps"),)
         weights = tuple(f"{prefix}.{experts[one]}.{kind}" for one in parts if one in experts)
         return GgufName(weights, part, is_stack=True) if weights else None
     return GgufName((f"{prefix}.{architecture.parts[part]}.{kind}",), part) if part in architecture.parts else None

@@ -254,7 +254,7 @@ def _mlx(settings: _Settings) -> Rules:
                 part = _Settings(value, f"{settings.where}: {key}")
                 coding = _mlx_coding(part)
                 part.check_all_read()
-            rules.append((re.escape(key), coding))
+            rules.append((re.escape(text_name(key)), coding))
     return [*rules, (LAYERS, base), (EMBEDDING, base), (HEAD, base)]
 
 

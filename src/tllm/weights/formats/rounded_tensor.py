@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import ConfigError, WeightsError
 from tllm.quantization.blocks import Blocks, Scheme
 from tllm.quantization.round_weights import GROUP, SCHEMES, round_weights
 from tllm.quantization.stored_tensor import Box, StoredTensor
@@ -38,7 +39,7 @@ class RoundedTensor:
         return {self.name: box}
 
     def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Blocks:
-        return round_weights(planes[self.name], self.kind)
+        return round_weights(_numbers(self.name, planes), self.kind)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,15 @@ class RoundedExpert(RoundedTensor):
         return {self.name: ((self.expert, self.expert + 1), inputs, outputs)}
 
     def decode(self, box: Box, planes: Mapping[str, Tensor]) -> Blocks:
-        return round_weights(planes[self.name][0].t(), self.kind)
+        return round_weights(_numbers(self.name, planes)[0].t(), self.kind)
+
+
+def _numbers(name: str, planes: Mapping[str, Tensor]) -> Tensor:
+    """What was read, all of it finite: a code would hide a weight that is no number."""
+    weights = planes[name]
+    if not bool(torch.isfinite(weights).all()):
+        raise WeightsError(f"{name}: a weight is not a finite number", "the file is damaged; copy it again")
+    return weights
 
 
 def rounded_tensors(index: Index, config: Mapping[str, Any]) -> dict[str, StoredTensor]:

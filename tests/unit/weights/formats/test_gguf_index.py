@@ -289,6 +289,7 @@ def test_keys_and_values_that_do_not_belong_together(
         ("gpt-oss", "blk.0.ffn_up_exps.bias", "F32", (3,), r"has shape \(3,\)"),
         ("gpt-oss", "blk.0.ffn_up_exps.bias", "Q8_0", (3, 32), "is of type Q8_0, and plain in any model"),
         ("gpt-oss", "blk.0.ffn_up.1.weight", "F32", (3, 3), "has no tensor"),
+        ("gpt-oss", "blk.0.ffn_gate_up_exps.weight", "F32", (2, 4, 32), "has no tensor 'blk.0.ffn_gate_up"),
     ],
 )
 def test_what_such_a_model_cannot_have_is_refused(
