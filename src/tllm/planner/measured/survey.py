@@ -279,7 +279,7 @@ def link_speed(path: SurveyedPath, over_devices: bool = False) -> LinkSpeed:
     return LinkSpeed(
         path.latency,
         path.bandwidth,
-        sync_overhead=path.meeting,
+        sync_overhead=max(path.meeting, -path.latency),  # links may be faster by now than when that was measured
         compute_overhead=path.effort,
         short_bandwidth=path.brief,
         layer_sync_overhead=path.shared,
