@@ -32,8 +32,7 @@ from tllm.core.errors import CapacityError, PlanError, counted
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import DEFAULTS
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES, batch_tokens, working_bytes
-from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
@@ -134,7 +133,8 @@ class ServingChooser(PlanChooser):
     ) -> None:
         super().__init__(options.spec, "serve", folder, nodes, given)
         self.leave_out = leave_out
-        self.options, self.facts = options, within(facts, options.max_model_len)
+        facts = dataclasses.replace(within(facts, options.max_model_len), max_num_seqs=options.max_num_seqs)
+        self.options, self.facts = options, facts
         self.chosen: ServingChoice | None = None
         self.cache_tokens = 0
         """Tokens that the engine made room for in its cache, once a plan was chosen."""
@@ -151,13 +151,9 @@ class ServingChooser(PlanChooser):
         best = self.decide(survey)
         cluster = cluster_of(survey, self.spec)
         options = self.options
-        rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
         room = min(
-            int(cluster.devices[device].memory - memory.weights - memory.runtime)
-            - working_bytes(self.spec, rank, options.dtype, batch_tokens(self.spec, options.max_model_len), rows)
-            for device, memory, rank in zip(
-                best.devices, best.predicted.memory, rank_bytes(self.spec, best.plan, options.dtype), strict=True
-            )
+            int(cluster.devices[device].memory - memory.total) + memory.cache
+            for device, memory in zip(best.devices, best.predicted.memory, strict=True)
         )
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)

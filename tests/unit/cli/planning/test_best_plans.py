@@ -207,6 +207,18 @@ def test_a_chosen_plan_has_room_for_what_the_engine_computes_with(folder: Path) 
     assert (work.settings.num_pages, work.settings.max_num_seqs) == (8, MAX_NUM_SEQS)
 
 
+def test_a_plan_is_not_chosen_that_has_no_room_for_what_the_engine_computes_with(folder: Path) -> None:
+    """One machine could hold the model with a single request, and not with as many as the engine makes room for."""
+    options = engine_options(folder, "pp=2", dtype="bfloat16")
+    (whole,) = rank_bytes(options.spec, Plan.parse("pp=1", options.spec.num_layers), "bfloat16")
+    working = working_bytes(options.spec, whole, "bfloat16", MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS)
+    memory = RUNTIME_BYTES + whole.weights + working - PAGE_SIZE * whole.kv_per_token
+    survey = survey_of_two(folder).within({"box": memory, "pi": memory})
+    work, _ = ServingChooser(options, ServingFacts("bfloat16", 64, 16, 1), None, 2)(survey)
+    assert isinstance(work.settings, EngineSettings) and work.plan.world_size == 2
+    assert work.settings.num_pages >= 5, "those of the requests that the plan is for"
+
+
 def test_memory_that_was_given_bounds_what_was_measured(folder: Path) -> None:
     survey = survey_of_two(folder).within({"box": 2**20, "pi": 2**40})
     assert [node.memory_bytes for node in survey.nodes] == [2**20, 2**32]
