@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     resolve_model(args, "config")
-    spec, cluster = read_spec(args.model), read_cluster(args.cluster)
+    spec, cluster = read_spec(args.model, args.quantize, args.dequantize), read_cluster(args.cluster)
     show = show_step if args.goal == "train" else show_ring
     show(args, spec, cluster)
     return 0
