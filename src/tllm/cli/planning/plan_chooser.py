@@ -33,8 +33,10 @@ from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import DEFAULTS
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES
+from tllm.planner.cost.rank_bytes import RankBytes, rank_bytes
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.cost.stage_team import ServingMemory
 from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
 from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, role_choices, taught_seconds
 from tllm.planner.roles.teacher_machines import teaching_seconds
@@ -151,9 +153,10 @@ class ServingChooser(PlanChooser):
         best = self.decide(survey)
         cluster = cluster_of(survey, self.spec)
         options = self.options
+        ranks = rank_bytes(self.spec, best.plan, options.dtype, options.kv_cache_dtype)
         room = min(
-            int(cluster.devices[device].memory - memory.total) + memory.cache
-            for device, memory in zip(best.devices, best.predicted.memory, strict=True)
+            self._room(cluster.devices[device].memory, memory, rank)
+            for device, memory, rank in zip(best.devices, best.predicted.memory, ranks, strict=True)
         )
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
@@ -163,6 +166,12 @@ class ServingChooser(PlanChooser):
         assert isinstance(work.settings, EngineSettings), "serving"
         self.cache_tokens = work.settings.num_pages * work.settings.page_size
         return work, best.devices
+
+    def _room(self, has: int, memory: ServingMemory, rank: RankBytes) -> int:
+        """Bytes that are left for the model's cache on a device that has so many; a draft model's cache, which has as
+        many tokens, gets its part."""
+        left, own = int(has - memory.total) + memory.cache, rank.kv_per_token * self.facts.cached_tokens
+        return left * own // memory.cache if own else left
 
     def decide(self, survey: Survey) -> ServingChoice:
         """Choose by a survey, save it, and print what was chosen and why."""

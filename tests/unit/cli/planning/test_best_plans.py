@@ -219,6 +219,20 @@ def test_a_plan_is_not_chosen_that_has_no_room_for_what_the_engine_computes_with
     assert work.settings.num_pages >= 5, "those of the requests that the plan is for"
 
 
+def test_what_is_left_for_the_cache_is_shared_with_that_of_a_draft_model(folder: Path) -> None:
+    """Here of the very model, so that each page takes twice its bytes."""
+    drafts = {"model": str(folder), "num_speculative_tokens": 5}
+    options = engine_options(folder, "pp=2", dtype="bfloat16", speculative_config=drafts)
+    (whole,) = rank_bytes(options.spec, Plan.parse("pp=1", options.spec.num_layers), "bfloat16")
+    working = working_bytes(options.spec, whole, "bfloat16", MAX_NUM_BATCHED_TOKENS, 6 * MAX_NUM_SEQS)
+    memory = RUNTIME_BYTES + 2 * whole.weights + working + 40 * PAGE_SIZE * whole.kv_per_token
+    facts = ServingFacts("bfloat16", 64, 16, 1, num_speculative_tokens=5, draft_model=options.spec)
+    survey = survey_of_two(folder).within({"box": memory, "pi": memory})
+    work, _ = ServingChooser(options, facts, None, 2)(survey)
+    assert isinstance(work.settings, EngineSettings) and work.plan.world_size == 1
+    assert work.settings.num_pages == 20
+
+
 def test_memory_that_was_given_bounds_what_was_measured(folder: Path) -> None:
     survey = survey_of_two(folder).within({"box": 2**20, "pi": 2**40})
     assert [node.memory_bytes for node in survey.nodes] == [2**20, 2**32]
