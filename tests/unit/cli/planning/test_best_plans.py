@@ -26,7 +26,16 @@ from tllm.planner.cost.cache_room import (
 )
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
-from tllm.planner.measured.survey import Goal, Survey, SurveyedNode, SurveyedPass, SurveyedPath, digest
+from tllm.planner.measured.survey import (
+    Goal,
+    Survey,
+    SurveyedNode,
+    SurveyedPass,
+    SurveyedPath,
+    cluster_of,
+    digest,
+    read_survey,
+)
 from tllm.spec.plan import Plan
 
 CLUSTER = """
@@ -235,7 +244,17 @@ def test_what_is_left_for_the_cache_is_shared_with_that_of_a_draft_model(folder:
 
 def test_memory_that_was_given_bounds_what_was_measured(folder: Path) -> None:
     survey = survey_of_two(folder).within({"box": 2**20, "pi": 2**40})
-    assert [node.memory_bytes for node in survey.nodes] == [2**20, 2**32]
+    assert [device.memory for device in cluster_of(survey, read_spec(folder)).devices] == [2**20, 2**32]
+
+
+def test_memory_that_was_given_once_bounds_no_later_start(folder: Path, tmp_path: Path) -> None:
+    """A survey that is kept says what was measured; it had what the first start was given, for all that came after."""
+    path = tmp_path / "kept" / "survey.json"
+    survey_of_two(folder).within({"box": 2**20, "pi": 2**20}).save(path)
+    known = read_survey(path)
+    assert known is not None
+    cluster = cluster_of(known.within({"box": 2**21, "pi": 2**40}), read_spec(folder))
+    assert [device.memory for device in cluster.devices] == [2**21, 2**32]
 
 
 def test_a_running_cluster_is_asked_for_what_it_measured(
