@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (docs/reference/exit-codes.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        if COMPUTE & set(words[:1]):
+        if COMPUTE & set(_without_leading_debug(words)[:1]):
             reexecute_to_compute()
         end_on_hangup()
         suspend_in_order()
@@ -130,7 +130,7 @@ def _width() -> int:
 
 
 def _run(words: list[str]) -> int:
-    words = [word for word in words if word != "--debug"] if words[:1] == ["--debug"] else words
+    words = _without_leading_debug(words)
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
@@ -151,6 +151,11 @@ def _run(words: list[str]) -> int:
     command.add_arguments(parser)
     run: Callable[[object], int] = command.run
     return run(parser.parse_args(words[1:]))
+
+
+def _without_leading_debug(words: list[str]) -> list[str]:
+    """The words from the command on: `--debug` may stand before it, too."""
+    return [word for word in words if word != "--debug"] if words[:1] == ["--debug"] else words
 
 
 def _first_known(group: BaseExceptionGroup[BaseException]) -> TllmError | None:

@@ -36,6 +36,9 @@ SERVING = re.compile(r"^serving .* at (http://\S+)/v1$")
 OURS = ("host", "port", "on")
 """Options of `tllm serve` that a replica gives itself."""
 
+ON_BY_ITSELF = ("enable_prefix_caching",)
+"""Those that are on unless they are told otherwise, for which false says something."""
+
 ON_RAY = ("--on", "ray")
 TAIL_LINES = 20
 LINE_BYTES = 2**24
@@ -106,7 +109,9 @@ def serve_words(args: Mapping[str, Any]) -> list[str]:
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is True or one == "true":
                 words.append(option_of(name))
-            elif one is not False and one != "false":
+            elif one is False or one == "false":
+                words += [option_of(f"no_{name}")] if name in ON_BY_ITSELF else []
+            else:
                 words += [option_of(name), json.dumps(one) if isinstance(one, Mapping) else str(one)]
     return [*words, *ON_RAY] if "nodes" in args else words
 

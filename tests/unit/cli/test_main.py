@@ -38,6 +38,22 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'models'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "computes"), [(["serve"], True), (["--debug", "serve"], True), (["--debug", "plan"], False)]
+)
+def test_a_command_that_computes_is_begun_so_wherever_debug_stands(
+    words: list[str], computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str]()
+    monkeypatch.setattr(sys, "argv", ["tllm", *words, "--help"])
+    monkeypatch.setattr(cli, "reexecute_to_compute", lambda: seen.append("begun again"))
+    for name in ("end_on_hangup", "suspend_in_order", "show_stacks_on_signal"):
+        monkeypatch.setattr(cli, name, lambda: None)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert bool(seen) is computes
+
+
 def test_help_is_as_wide_as_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name in cli.COMMANDS:

@@ -28,6 +28,7 @@ def add_lora(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument(
         "--lora-modules",
+        action="extend",
         nargs="+",
         default=[],
         metavar="NAME=FOLDER",

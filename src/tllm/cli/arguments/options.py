@@ -41,6 +41,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "tensor=2d (both ways); or a JSON file",
     )
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights and cache (the checkpoint's own)")
+
+
+def add_weight_form(parser: argparse.ArgumentParser) -> None:
+    """How weights are held in memory, where not as the files keep them."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--quantize", choices=("int8", "int4"), help="round plain weights while they are loaded")
     form.add_argument("--dequantize", action="store_true", help="hold quantised weights as plain numbers of --dtype")
@@ -68,6 +72,7 @@ def add_kv_cache_dtype(parser: argparse._ActionsContainer) -> None:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """All that a command which runs a model takes."""
     add_model(parser)
+    add_weight_form(parser)
     add_cache(parser)
     add_speculation(parser)
     add_prefix_caching(parser)

@@ -17,7 +17,8 @@ MOST = (1 << 31) - 1
 """Of anything that is counted, and the largest token id: more does not fit into the numbers of the libraries below."""
 
 MOST_BYTES = (1 << 63) - 1
-UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {"": 1, "B": 1} | {unit: 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
+UNITS |= {f"{unit}B": 10 ** (3 * power) for power, unit in enumerate("KMGT", 1)}
 
 
 class Parser(argparse.ArgumentParser):

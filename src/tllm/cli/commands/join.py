@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from tllm.cli.arguments.http_options import add_http, http_settings
 from tllm.cli.arguments.model_argument import CACHE_BYTES, add_weights_cache, size_or_none
-from tllm.cli.arguments.node_sources import ANYWHERE, TOKEN_VARIABLE, given_token
+from tllm.cli.arguments.node_sources import TOKEN_VARIABLE, given_token
 from tllm.cli.arguments.options import add_device
 from tllm.cli.arguments.parser import address, count, size, user_path_text, whole
 from tllm.cli.arguments.run_page_options import add_page, page_settings
@@ -38,6 +38,7 @@ from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import INTERRUPTED, ConfigError
 from tllm.node.front_end.departure import Departure
 from tllm.node.front_end.server_loop import ServerLoop
+from tllm.node.machine.process_facts import WILDCARDS
 from tllm.node.replication.known_replicas import REPLICAS_FILE
 from tllm.server.http.settings import ServerSettings
 from tllm.server.run import bind
@@ -202,7 +203,7 @@ def _be_node(
     from tllm.node.replication.rejoin import rejoin
 
     http, page = pages
-    here = "" if args.cluster_host == ANYWHERE else args.cluster_host
+    here = "" if args.cluster_host in WILDCARDS else args.cluster_host
     settings = dict(own, listen=here, threads=args.threads or 0, rejoin=REJOIN_SECONDS, memory=args.memory)
     every, training = successors(page, args.quiet)
     tracing = tracing_at(args.otlp_endpoint) if http is not None else no_tracing

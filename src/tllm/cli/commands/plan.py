@@ -15,7 +15,7 @@ import msgspec
 
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.model_argument import resolve_model
-from tllm.cli.arguments.options import add_cache, add_model, engine_options
+from tllm.cli.arguments.options import add_cache, add_model, add_weight_form, engine_options
 from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.tensor_modes import show_serving_modes
 from tllm.cli.planning.best_plans import add_goal, choose
@@ -32,6 +32,7 @@ from tllm.spec.quantized.cache_form import SCALE_BYTES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_weight_form(parser)
     add_cache(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_goal(parser)

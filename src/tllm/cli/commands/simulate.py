@@ -10,7 +10,13 @@ import argparse
 
 from tllm.api.engine_options import read_spec
 from tllm.cli.arguments.model_argument import resolve_model
-from tllm.cli.arguments.options import add_acceptance, add_kv_cache_dtype, add_model, add_speculation
+from tllm.cli.arguments.options import (
+    add_acceptance,
+    add_kv_cache_dtype,
+    add_model,
+    add_speculation,
+    add_weight_form,
+)
 from tllm.cli.arguments.parser import user_path, whole
 from tllm.cli.display.simulated_ring import show_ring
 from tllm.cli.display.simulated_step import show_step
@@ -19,6 +25,7 @@ from tllm.planner.cluster.cluster_file import read_cluster
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_weight_form(parser)
     parser.add_argument(
         "--cluster", type=user_path, metavar="FILE", required=True, help="TOML file with machines and links"
     )
@@ -48,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     resolve_model(args, "config")
-    spec, cluster = read_spec(args.model), read_cluster(args.cluster)
+    spec, cluster = read_spec(args.model, args.quantize, args.dequantize), read_cluster(args.cluster)
     show = show_step if args.goal == "train" else show_ring
     show(args, spec, cluster)
     return 0

@@ -2,7 +2,8 @@
 
 The split model runs as processes of this machine, with the wires, the cache and the kernels that serve. Every layer is
 held against the unsplit model's, and every weight against the file. Where bits differ the same is done in float64,
-which tells rounding from faults. Exit code 0: equal; 1: not.
+which tells rounding from faults. Weights of few bits are computed with as the plain numbers that they stand for. Exit
+code 0: equal; 1: not.
 """
 
 from __future__ import annotations

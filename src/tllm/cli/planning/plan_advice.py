@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tllm.cli.planning.plan_chooser import TrainingChooser
+from tllm.core.errors import CapacityError, PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.measured.survey import Survey
 from tllm.planner.search.drift import CHANGED, DriftDetector, Slowdown, replan_gain, slowed_survey
@@ -50,8 +51,11 @@ class Adviser:
     def stepped(self, record: StepRecord, computing: Sequence[float]) -> Advice | None:
         """Called after each step, of which each rank computed for so many seconds."""
         if self._task is not None and self._task.done():
-            (share, other), self._task = self._task.result(), None
-            return self._advice(share, other)
+            found, self._task = self._task, None
+            try:
+                return self._advice(*found.result())
+            except (CapacityError, PlanError) as error:  # the plan was given, and what is searched has no such one
+                return Advice(f"{self._changed()}: no other plan is found: {error.message}")
         if len(computing) != len(self.placed.devices):
             return None  # the run goes on without some ranks
         self._drift.record_step(record.seconds, computing)
@@ -74,17 +78,17 @@ class Adviser:
 
     def _advice(self, share: float, other: TrainingChoice) -> Advice:
         assert self._slowdown is not None, "a search follows a slowdown"
-        plan = other.placed.plan
+        plan, reason = other.placed.plan, f"{self._changed()}: "
         names = [self.placed.cluster.name(device) for device in other.placed.devices]
-        ranks = [self._name(rank) for rank in range(len(self._slowdown.rank_factors))]
-        reason = f"{', '.join(changes(self._slowdown, ranks))}: "
         now = slowed_survey(self.survey, self.placed.devices, self._slowdown)
         if share < WORTH:
             return Advice(reason + "no other plan would be much faster")
         return Advice(reason + f"plan {plan} on {' '.join(names)} would be {100 * share:.0f} % faster", (other, now))
 
-    def _name(self, rank: int) -> str:
-        return self.placed.cluster.name(self.placed.devices[rank])
+    def _changed(self) -> str:
+        """What the last search was about, in words."""
+        assert self._slowdown is not None, "a search follows a slowdown"
+        return ", ".join(changes(self._slowdown, [self.placed.cluster.name(device) for device in self.placed.devices]))
 
 
 def computing_of(run: TrainingRun) -> list[float]:

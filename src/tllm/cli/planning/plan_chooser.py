@@ -32,10 +32,11 @@ from tllm.core.errors import CapacityError, PlanError, counted
 from tllm.core.memory import amount
 from tllm.node.coordinator.cluster_options import DEFAULTS
 from tllm.planner.cluster.device import Cluster
-from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES, batch_tokens, working_bytes
-from tllm.planner.cost.rank_bytes import rank_bytes
+from tllm.planner.cost.cache_room import DEFAULT_CACHE_BYTES
+from tllm.planner.cost.rank_bytes import RankBytes, rank_bytes
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
+from tllm.planner.cost.stage_team import ServingMemory
 from tllm.planner.measured.survey import FILE, Goal, Survey, cluster_of, digest, read_survey
 from tllm.planner.roles.role_machines import RoleChoice, RolesAsked, RoleWish, role_choices, taught_seconds
 from tllm.planner.roles.teacher_machines import teaching_seconds
@@ -134,7 +135,8 @@ class ServingChooser(PlanChooser):
     ) -> None:
         super().__init__(options.spec, "serve", folder, nodes, given)
         self.leave_out = leave_out
-        self.options, self.facts = options, within(facts, options.max_model_len)
+        facts = dataclasses.replace(within(facts, options.max_model_len), max_num_seqs=options.max_num_seqs)
+        self.options, self.facts = options, facts
         self.chosen: ServingChoice | None = None
         self.cache_tokens = 0
         """Tokens that the engine made room for in its cache, once a plan was chosen."""
@@ -151,13 +153,10 @@ class ServingChooser(PlanChooser):
         best = self.decide(survey)
         cluster = cluster_of(survey, self.spec)
         options = self.options
-        rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
+        ranks = rank_bytes(self.spec, best.plan, options.dtype, options.kv_cache_dtype)
         room = min(
-            int(cluster.devices[device].memory - memory.weights - memory.runtime)
-            - working_bytes(self.spec, rank, options.dtype, batch_tokens(self.spec, options.max_model_len), rows)
-            for device, memory, rank in zip(
-                best.devices, best.predicted.memory, rank_bytes(self.spec, best.plan, options.dtype), strict=True
-            )
+            self._room(cluster.devices[device].memory, memory, rank)
+            for device, memory, rank in zip(best.devices, best.predicted.memory, ranks, strict=True)
         )
         if self.given is None and options.kv_cache_memory is None and room < DEFAULT_CACHE_BYTES:
             options = dataclasses.replace(options, kv_cache_memory=room)
@@ -167,6 +166,12 @@ class ServingChooser(PlanChooser):
         assert isinstance(work.settings, EngineSettings), "serving"
         self.cache_tokens = work.settings.num_pages * work.settings.page_size
         return work, best.devices
+
+    def _room(self, has: int, memory: ServingMemory, rank: RankBytes) -> int:
+        """Bytes that are left for the model's cache on a device that has so many; a draft model's cache, which has as
+        many tokens, gets its part."""
+        left, own = int(has - memory.total) + memory.cache, rank.kv_per_token * self.facts.cached_tokens
+        return left * own // memory.cache if own else left
 
     def decide(self, survey: Survey) -> ServingChoice:
         """Choose by a survey, save it, and print what was chosen and why."""

@@ -85,6 +85,11 @@ class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str | None = None
 
 
+UNSAID = _Node("")
+SPEEDS = ("memory_bandwidth", "memory_efficiency", "flops", "efficiency", "operation")
+"""What a profile says of a node."""
+
+
 class _Group(_Link, frozen=True, forbid_unknown_fields=True):
     name: str = "group"
     nodes: tuple[str, ...] = ()
@@ -203,9 +208,9 @@ def _device(node: _Node, path: Path) -> Device:
     disk = positive(node.disk, BYTES_PER_SECOND, f"disk {of}") if node.disk is not None else 0.0
     memory = int(positive(node.memory, BYTES, f"memory {of}")) if node.memory is not None else None
     if node.profile is not None:
-        if node.flops or node.memory_bandwidth is not None:
+        if own := [key for key in SPEEDS if getattr(node, key) != getattr(UNSAID, key)]:
             raise ConfigError(
-                f"node {node.name!r} has a profile and speeds of its own", "leave out profile, or the speeds"
+                f"node {node.name!r} has a profile and a speed of its own, {own[0]}", "leave out profile, or the speeds"
             )
         return _profiled(path.parent / node.profile, memory, disk)
     missing = [key for key in ("memory", "memory_bandwidth", "flops") if getattr(node, key) in (None, {})]

@@ -42,6 +42,9 @@ class ServingFacts:
     """The model that drafts on the first rank's device; None where drafts are looked up, which takes no time."""
     max_model_len: int | None = None
     """Tokens of the longest sequence; None for as many as by default (`context_of`)."""
+    max_num_seqs: int | None = None
+    """Sequences that an engine computes at once at the most, with room to work with them all; None for as many as there
+    are requests, and room for their tokens alone."""
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)

@@ -216,8 +216,9 @@ class StageTeam:
             held = draft_bytes(drafts, facts.dtype, facts.cached_tokens // PAGE_SIZE, PAGE_SIZE)
             weights, cache = weights + held.weights, held.cache
         rank = RankBytes(0, 0, layers, cut, 0, per_token)
-        tokens = min(batch_tokens(spec, context_of(spec, facts.max_model_len)), facts.cached_tokens)
-        rows = facts.concurrency * (1 + facts.num_speculative_tokens)
+        longest, most = context_of(spec, facts.max_model_len), facts.max_num_seqs
+        tokens = min(batch_tokens(spec, longest), facts.cached_tokens if most is None else longest * most)
+        rows = (facts.concurrency if most is None else most) * (1 + facts.num_speculative_tokens)
         working = working_bytes(spec, rank, facts.dtype, tokens, rows)
         return ServingMemory(weights, per_token * facts.cached_tokens + cache, working)
 

@@ -79,7 +79,9 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     peak: float = 0.0
     """Flop/s of the fastest product of matrices that was found: to train alone, as the measure of MFU."""
     memory_bytes: int
-    """Bytes of memory that it may take."""
+    """Bytes of memory that it had free."""
+    given: int | None = None
+    """Bytes of memory that it may take at most, this time; None: all it had free. No file keeps them."""
     layers: tuple[SurveyedPass, ...]
     """Passes through one layer; the mean of all, where a model's layers differ."""
     logits: tuple[SurveyedPass, ...]
@@ -207,10 +209,8 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def within(self, given: Mapping[str, int]) -> Survey:
-        """The same survey with each node's memory limited to the bytes given for its name."""
-        nodes = [
-            msgspec.structs.replace(node, memory_bytes=min(node.memory_bytes, given[node.node])) for node in self.nodes
-        ]
+        """The same survey with each node's memory limited to the bytes given for its name, whatever was before."""
+        nodes = [msgspec.structs.replace(node, given=given.get(node.node)) for node in self.nodes]
         return msgspec.structs.replace(self, nodes=tuple(nodes))
 
     def slower(self, factor: float) -> Survey:
@@ -221,7 +221,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Write it for `read_survey`. Raises ConfigError where the file cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self.within({})), indent=2) + b"\n")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}", "give a folder that can be written") from error
 
@@ -279,7 +279,7 @@ def link_speed(path: SurveyedPath, over_devices: bool = False) -> LinkSpeed:
     return LinkSpeed(
         path.latency,
         path.bandwidth,
-        sync_overhead=path.meeting,
+        sync_overhead=max(path.meeting, -path.latency),  # links may be faster by now than when that was measured
         compute_overhead=path.effort,
         short_bandwidth=path.brief,
         layer_sync_overhead=path.shared,
@@ -335,7 +335,7 @@ def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -
         for measured in node.logits
     )
     return Device(
-        memory=node.memory_bytes // sharing,
+        memory=(node.memory_bytes if node.given is None else min(node.memory_bytes, node.given)) // sharing,
         flop_rates=((survey.dtype, _in_order(whole_rates)),),
         peaks=((survey.dtype, node.peak),) if node.peak else (),
         memory_bandwidth=_memory_bandwidth(node.layers, survey, spec, fixed),

@@ -58,7 +58,8 @@ class StageOption:
         """The layer before which a stage that starts at `start` must stop for the team's memory, the logits not
         counted."""
         if start not in self._stops:
-            stop, num_layers = start, self.team.spec.num_layers
+            # What follows a layer fits without it, too.
+            stop, num_layers = max(start, self._stops.get(start - 1, start)), self.team.spec.num_layers
             while stop < num_layers and self.team.fits(range(start, stop + 1), end=False):
                 stop += 1
             self._stops[start] = stop
@@ -67,7 +68,7 @@ class StageOption:
     @property
     def max_layers(self) -> int:
         """Layers that have room, wherever they start."""
-        return max(self.max_stop(0), self.max_stop(1) - 1)
+        return max(self.max_stop(start) - start for start in range(self.team.spec.num_layers))
 
     def timed(self, load: ServingLoad) -> TimedOption:
         """The option under a load; rings of several lengths may share the same batches, and so the same times."""

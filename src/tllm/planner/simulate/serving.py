@@ -162,12 +162,14 @@ def hop_bytes(spec: ModelSpec, facts: ServingFacts) -> int:
 
 
 def all_reduce_bytes(spec: ModelSpec, plan: Plan, index: int, facts: ServingFacts) -> int:
-    """Bytes that each rank of a stage sends for one token, in two all-reduces of each of its layers; those on a grid in
-    the mean, in all that it sums."""
+    """Bytes that each rank of a stage sends for one token, in the hidden states that its layers all-reduce; those on a
+    grid in the mean, in all that it sums."""
     stage, shape = plan.stages[index], plan.grid_of(index)
+    layers = spec.layers[stage.start : stage.stop]
     if shape is None:
-        whole = 2 * (stage.stop - stage.start) * all_reduce(spec.hidden_size, facts.item_bytes, 0, stage.tp)
+        count = sum(layer.hidden_sums for layer in layers)
+        whole = count * all_reduce(spec.hidden_size, facts.item_bytes, 0, stage.tp)
         return round(whole * facts.message_bytes / facts.item_bytes) if stage.tp > 1 else 0
-    sums, layers = StageSums(spec, shape, stage.tp), spec.layers[stage.start : stage.stop]
+    sums = StageSums(spec, shape, stage.tp)
     sent = sum(one.sent(facts.item_bytes).bytes for layer in layers for one in sums.of_layer(layer, 1))
     return round(sent / stage.tp * facts.message_bytes / facts.item_bytes)

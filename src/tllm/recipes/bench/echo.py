@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from tllm.cluster.connection import format_address
 from tllm.cluster.settings import LinkKind
 from tllm.comm.links.frame import memory_of
 from tllm.comm.links.torch_link import interface_of
@@ -89,10 +90,10 @@ class Grpc:
             service, _, method = GRPC_METHOD[1:].partition("/")
             self._server = grpc.server(ThreadPoolExecutor(1), options=options)
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: serve}),))
-            self._server.add_insecure_port(_spell(seat.address(1, GRPC)))
+            self._server.add_insecure_port(format_address(seat.address(1, GRPC)))
             self._server.start()
         else:
-            self._channel = grpc.insecure_channel(_spell(seat.address(1, GRPC)), options=options)
+            self._channel = grpc.insecure_channel(format_address(seat.address(1, GRPC)), options=options)
             grpc.channel_ready_future(self._channel).result(60)
             self._call = self._channel.unary_unary(GRPC_METHOD)
 
@@ -117,7 +118,7 @@ class ZeroMq:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
-        where = f"tcp://{_spell(seat.address(1, ZEROMQ))}"
+        where = f"tcp://{format_address(seat.address(1, ZEROMQ))}"
         if seat.rank == 1:
             self._socket.bind(where)
         else:
@@ -143,7 +144,7 @@ class TorchRpc:
         os.environ["TP_SOCKET_IFNAME"] = interface_of(seat.hosts[seat.rank])
         self._rpc: Any = importlib.import_module("torch.distributed.rpc")
         options = self._rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://{_spell(seat.address(0, RPC))}", rpc_timeout=600
+            init_method=f"tcp://{format_address(seat.address(0, RPC))}", rpc_timeout=600
         )
         self._rpc.init_rpc(f"rank{seat.rank}", rank=seat.rank, world_size=2, rpc_backend_options=options)
 
@@ -204,7 +205,7 @@ def is_installed(name: str) -> bool:
 def open_gloo(seat: Seat) -> None:
     """Begin `torch.distributed` over gloo, on the interface of this seat's address only."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(seat.hosts[seat.rank])
-    where = f"tcp://{_spell(seat.address(0, GLOO))}"
+    where = f"tcp://{format_address(seat.address(0, GLOO))}"
     dist.init_process_group("gloo", init_method=where, rank=seat.rank, world_size=seat.size)
 
 
@@ -215,7 +216,3 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 def _fill(x: torch.Tensor, payload: Any) -> None:
     memoryview(memory_of(x)).cast("B")[:] = memoryview(payload).cast("B")
-
-
-def _spell(address: tuple[str, int]) -> str:
-    return f"{address[0]}:{address[1]}"

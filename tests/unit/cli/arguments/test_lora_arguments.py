@@ -33,6 +33,8 @@ def test_adapters_have_names(adapter: Path) -> None:
     folders = {"a": str(adapter), "b": str(adapter)}
     assert served_loras(parsed(*both)) == ServedLoras(2, 16, folders)
     assert served_loras(parsed(*both, "--max-loras", "3", "--max-lora-rank", "8")) == ServedLoras(3, 8, folders)
+    again = ["--enable-lora", "--lora-modules", f"a={adapter}", "--lora-modules", f"b={adapter}"]
+    assert served_loras(parsed(*again)) == ServedLoras(2, 16, folders), "as an application of Ray Serve writes a list"
     assert served_loras(parsed("--enable-lora")) == ServedLoras(1, 16, {}), "those that are loaded later"
     assert served_loras(parsed()) is None
 

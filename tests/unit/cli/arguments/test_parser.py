@@ -35,6 +35,7 @@ from tllm.cli.main import COMMANDS, module_of
         (size, "512MiB", 512 << 20),
         (size, "512MB", 512_000_000),
         (size, "1.5 GiB", 3 << 29),
+        (size, "2TB", 2 * 10**12),
         (size, "2g", 2 << 30),
         (token_ids, "1, 2,3", (1, 2, 3)),
         (address, "lab-3:7000", ("lab-3", 7000)),

@@ -10,8 +10,10 @@ from tllm.cli.arguments.parser import Parser
 from tllm.cli.commands import bench
 from tllm.cli.main import main
 from tllm.core.errors import ConfigError
+from tllm.recipes.bench import echo
 from tllm.recipes.bench.collectives import CollectiveTimes, Figures
 from tllm.recipes.bench.links import LinkBench, LinkTimes, between_machines
+from tllm.recipes.bench.processes import Seat
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -78,3 +80,12 @@ def test_links_have_a_row_a_size() -> None:
         ["1.0 MiB", "500000", "2.1"],
     ]
     assert bench._as_text("links", times).endswith("not installed: Ray")
+
+
+def test_other_libraries_are_told_an_ipv6_address_as_they_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[str]()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.setattr(echo, "interface_of", lambda host: "eth0")
+    monkeypatch.setattr(echo.dist, "init_process_group", lambda backend, **how: told.append(how["init_method"]))
+    echo.open_gloo(Seat(0, ("fe80::1", "fe80::2"), (7000, 7010), b"", b"", b""))
+    assert told == [f"tcp://[fe80::1]:{7000 + echo.GLOO}"]

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tllm.cli.commands import join
 from tllm.cli.main import main
 from tllm.cluster.join_token import FINGERPRINT_SIZE, SECRET_SIZE, JoinToken
 from tllm.node import worker
@@ -92,3 +95,17 @@ def test_a_key_in_the_environment_is_no_wish_to_serve(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TLLM_API_KEY", "long-enough")
     assert main(["join", "lab-1:7000", "--token", TOKEN]) == 0
     assert len(TAKEN) == 1
+
+
+@pytest.mark.parametrize(("host", "listen"), [("0.0.0.0", ""), ("::", ""), ("10.0.0.3", "10.0.0.3")])
+def test_a_first_machine_that_comes_back_as_a_node_is_reached_at_an_address(
+    host: str, listen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the wildcard at which it had listened, which is each other machine's own."""
+    told = list[dict[str, Any]]()
+    monkeypatch.setattr(
+        "tllm.node.replication.rejoin.rejoin", lambda cluster, door, departure, every, own: not told.append(own)
+    )
+    args = argparse.Namespace(cluster_host=host, threads=None, memory=None, quiet=True)
+    assert join._be_node(args, None, (host, 7000), (None, None), {}) == 0  # type: ignore[arg-type]
+    assert told[0]["listen"] == listen

@@ -151,3 +151,15 @@ def test_faults_get_one_clear_line(
     error = capsys.readouterr().err
     assert words in error
     assert len(error.strip().splitlines()) == 2, "the fault, and a hint"
+
+
+@pytest.mark.parametrize(("wish", "is_less"), [("int4", True), (None, False)])
+def test_weights_of_few_bits_are_read_sooner(
+    folder: Path, cluster: Path, capsys: pytest.CaptureFixture[str], wish: str | None, is_less: bool
+) -> None:
+    found = []
+    for more in ((), ("--quantize", wish) if wish else ("--dequantize",)):
+        assert simulate(folder, cluster, "--goal", "serve", "--plan", "pp=2", "--json", *more) == 0
+        told = json.loads(capsys.readouterr().out)
+        found.append((told["milliseconds_per_token"], told["memory"][0]["weights"]))
+    assert (found[1] < found[0]) is is_less and (found[1] == found[0]) is not is_less

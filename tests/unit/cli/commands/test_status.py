@@ -58,13 +58,13 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the server answers; requests are added to it."""
     seen: list[Any] = [json.dumps(FOUND).encode()]
 
-    def urlopen(asked: urllib.request.Request, timeout: float) -> io.BytesIO:
+    def opened(self: object, asked: urllib.request.Request, *, timeout: float) -> io.BytesIO:
         seen.append(asked)
         if isinstance(seen[0], Exception):
             raise seen[0]
         return io.BytesIO(seen[0])
 
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", opened)
     return seen
 
 
@@ -166,6 +166,30 @@ def test_a_wrong_key_is_another_fault_than_none(answer: list[Any], capsys: pytes
 def test_the_address_as_the_server_printed_it(where: str, answer: list[Any]) -> None:
     assert main(["status", where]) == 0
     assert answer[1].full_url == "http://10.0.0.2:4000/v1/cluster"
+
+
+@pytest.mark.parametrize(
+    ("where", "asked"),
+    [
+        ("127.0.0.1:8000", "127.0.0.1:8000"),
+        ("[::1]:8000", "[::1]:8000"),
+        ("localhost:8000", "localhost:8000"),
+        ("10.0.0.2:8000", "proxy:3128"),
+    ],
+)
+def test_a_proxy_is_not_asked_for_this_machine_itself(where: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[str]()
+
+    def http_open(self: object, request: urllib.request.Request) -> None:
+        told.append(request.host)
+        raise urllib.error.URLError(ConnectionRefusedError(111, "Connection refused"))
+
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setattr(urllib.request.HTTPHandler, "http_open", http_open)
+    assert main(["status", where, "--api-key", "secret-key"]) == 4
+    assert told == [asked]
 
 
 def test_what_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:

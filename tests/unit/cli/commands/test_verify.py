@@ -121,3 +121,12 @@ def test_what_cannot_be(
     assert main(["verify", str(folder), *words]) == code
     assert error in capsys.readouterr().err
     assert not compared[1]
+
+
+@pytest.mark.parametrize("option", ["--dequantize", "--quantize=int8"])
+def test_forms_of_weights_that_are_not_compared_are_no_options(
+    folder: Path, compared: list[Any], capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """Plain numbers are compared whatever is served: who gave `--quantize` was told "equal" of what it had not seen."""
+    assert main(["verify", str(folder), option]) == 2
+    assert "tllm verify has no option" in capsys.readouterr().err and not compared[1]

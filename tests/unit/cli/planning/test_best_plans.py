@@ -26,7 +26,16 @@ from tllm.planner.cost.cache_room import (
 )
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
-from tllm.planner.measured.survey import Goal, Survey, SurveyedNode, SurveyedPass, SurveyedPath, digest
+from tllm.planner.measured.survey import (
+    Goal,
+    Survey,
+    SurveyedNode,
+    SurveyedPass,
+    SurveyedPath,
+    cluster_of,
+    digest,
+    read_survey,
+)
 from tllm.spec.plan import Plan
 
 CLUSTER = """
@@ -207,9 +216,45 @@ def test_a_chosen_plan_has_room_for_what_the_engine_computes_with(folder: Path) 
     assert (work.settings.num_pages, work.settings.max_num_seqs) == (8, MAX_NUM_SEQS)
 
 
+def test_a_plan_is_not_chosen_that_has_no_room_for_what_the_engine_computes_with(folder: Path) -> None:
+    """One machine could hold the model with a single request, and not with as many as the engine makes room for."""
+    options = engine_options(folder, "pp=2", dtype="bfloat16")
+    (whole,) = rank_bytes(options.spec, Plan.parse("pp=1", options.spec.num_layers), "bfloat16")
+    working = working_bytes(options.spec, whole, "bfloat16", MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS)
+    memory = RUNTIME_BYTES + whole.weights + working - PAGE_SIZE * whole.kv_per_token
+    survey = survey_of_two(folder).within({"box": memory, "pi": memory})
+    work, _ = ServingChooser(options, ServingFacts("bfloat16", 64, 16, 1), None, 2)(survey)
+    assert isinstance(work.settings, EngineSettings) and work.plan.world_size == 2
+    assert work.settings.num_pages >= 5, "those of the requests that the plan is for"
+
+
+def test_what_is_left_for_the_cache_is_shared_with_that_of_a_draft_model(folder: Path) -> None:
+    """Here of the very model, so that each page takes twice its bytes."""
+    drafts = {"model": str(folder), "num_speculative_tokens": 5}
+    options = engine_options(folder, "pp=2", dtype="bfloat16", speculative_config=drafts)
+    (whole,) = rank_bytes(options.spec, Plan.parse("pp=1", options.spec.num_layers), "bfloat16")
+    working = working_bytes(options.spec, whole, "bfloat16", MAX_NUM_BATCHED_TOKENS, 6 * MAX_NUM_SEQS)
+    memory = RUNTIME_BYTES + 2 * whole.weights + working + 40 * PAGE_SIZE * whole.kv_per_token
+    facts = ServingFacts("bfloat16", 64, 16, 1, num_speculative_tokens=5, draft_model=options.spec)
+    survey = survey_of_two(folder).within({"box": memory, "pi": memory})
+    work, _ = ServingChooser(options, facts, None, 2)(survey)
+    assert isinstance(work.settings, EngineSettings) and work.plan.world_size == 1
+    assert work.settings.num_pages == 20
+
+
 def test_memory_that_was_given_bounds_what_was_measured(folder: Path) -> None:
     survey = survey_of_two(folder).within({"box": 2**20, "pi": 2**40})
-    assert [node.memory_bytes for node in survey.nodes] == [2**20, 2**32]
+    assert [device.memory for device in cluster_of(survey, read_spec(folder)).devices] == [2**20, 2**32]
+
+
+def test_memory_that_was_given_once_bounds_no_later_start(folder: Path, tmp_path: Path) -> None:
+    """A survey that is kept says what was measured; it had what the first start was given, for all that came after."""
+    path = tmp_path / "kept" / "survey.json"
+    survey_of_two(folder).within({"box": 2**20, "pi": 2**20}).save(path)
+    known = read_survey(path)
+    assert known is not None
+    cluster = cluster_of(known.within({"box": 2**21, "pi": 2**40}), read_spec(folder))
+    assert [device.memory for device in cluster.devices] == [2**21, 2**32]
 
 
 def test_a_running_cluster_is_asked_for_what_it_measured(

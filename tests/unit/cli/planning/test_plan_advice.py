@@ -15,7 +15,7 @@ from tllm.cli.planning.plan_advice import Advice, Adviser, changes
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.run_watch import Watch
 from tllm.cluster.settings import PredictedSeconds
-from tllm.core.errors import PlanError
+from tllm.core.errors import CapacityError, PlanError
 from tllm.node.train.elastic_run import ElasticRun
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.rank_work import TrainingFacts
@@ -86,6 +86,25 @@ def test_a_node_that_becomes_slow_is_named_with_a_plan_that_gains() -> None:
     assert asyncio.run(heard(adviser, 1.0, (0.9, 0.9), 20)) == [], "a word a minute"
     (again,) = asyncio.run(heard(adviser, 1.0, (0.9, 0.9), 2 * LATELY))
     assert "all is again as in the beginning: no other plan" in again.text or "would be" in again.text
+
+
+def test_a_run_goes_on_where_no_plan_is_found_for_machines_as_they_are_now() -> None:
+    """A plan that was given may be of a form that is not searched, or seem to need more memory than there is."""
+    chooser = Chooser()
+
+    def none_fits(cluster: Cluster, sizes: tuple[int, ...]) -> TrainingChoice:
+        raise CapacityError("no plan that was looked at fits")
+
+    chooser.best_as_chosen = none_fits  # type: ignore[method-assign]
+    adviser = Adviser(chooser)  # type: ignore[arg-type]
+
+    async def scene() -> list[Advice]:
+        await heard(adviser, 1.0, (0.9, 0.9), WARM + BEGINNING + LATELY)
+        return await heard(adviser, 4.0, (0.9, 3.6), LATELY + 2)
+
+    (advice,) = asyncio.run(scene())
+    assert advice.move is None and "pi takes 4 times as long to compute" in advice.text
+    assert "no other plan is found: no plan that was looked at fits" in advice.text
 
 
 def test_nothing_is_worked_out_for_ranks_that_are_not_all_there() -> None:

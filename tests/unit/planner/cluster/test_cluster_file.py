@@ -37,3 +37,10 @@ def test_count_and_devices_multiply() -> None:
     cluster = parse_cluster(NODE + FLOPS + "count = 3\ndevices = 2\n" + INSIDE, Path("small.toml"))
     assert cluster.names == ("a0", "a1", "a2")
     assert cluster.node_of == (0, 0, 1, 1, 2, 2)
+
+
+@pytest.mark.parametrize("own", [FLOPS, "efficiency = 0.5", 'operation = "5 us"', "memory_efficiency = 0.5"])
+def test_a_speed_beside_a_profile_counts_for_nothing_and_is_refused(own: str) -> None:
+    text = f'[[node]]\nname = "a"\nprofile = "a.json"\nmemory = "1 GB"\n{own}\n'
+    with pytest.raises(ConfigError, match=f"has a profile and a speed of its own, {own.split()[0]}"):
+        parse_cluster(text, Path("big.toml"))

@@ -15,6 +15,7 @@ from tllm.planner.cost.serving_load import ExpectedBatch
 from tllm.planner.cost.tensor_parallel.grid_team import PLAYED_ROWS, GridTeam
 from tllm.planner.simulate.serving import ServingPrediction, all_reduce_bytes, predict_serving
 from tllm.spec.grid.grid_shape import GridMode, grid_shape
+from tllm.spec.model_spec import MoeSpec
 from tllm.spec.plan import Plan
 
 SPEC = spec_of(24, heads=16)
@@ -126,3 +127,10 @@ def test_bytes_of_a_token_are_those_of_the_stage_that_is_asked_for() -> None:
     heads, kv, width = 16 * 32, 8 * 32, 1024
     into, out = heads + 2 * kv + 2 * width, 2 * SPEC.hidden_size
     assert all_reduce_bytes(SPEC, plan, 1, FACTS) == 12 * 4 * ((into + out) // 2 + 2)
+
+
+def test_experts_beside_an_mlp_are_a_third_sum_of_a_layer() -> None:
+    moe = MoeSpec(num_experts=4, top_k=2, width=64, beside_mlp=True, style="gemma4")
+    beside = replace(SPEC, layers=tuple(replace(layer, moe=moe) for layer in SPEC.layers))
+    plan = Plan.parse("tp=2", SPEC.num_layers)
+    assert 2 * all_reduce_bytes(beside, plan, 0, FACTS) == 3 * all_reduce_bytes(SPEC, plan, 0, FACTS)

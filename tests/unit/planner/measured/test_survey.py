@@ -384,3 +384,12 @@ def test_a_node_beside_other_programs() -> None:
     busy = msgspec.structs.replace(node, threads=2, busy=1.4)
     assert busy.is_beside_others
     assert not msgspec.structs.replace(busy, device="Some GPU").is_beside_others
+
+
+def test_a_link_that_became_faster_brings_no_message_before_it_is_sent() -> None:
+    """What two ranks gain of the latency was measured when that was longer."""
+    survey = survey_of("train", training_node("a"), training_node("b"))
+    paths = tuple(msgspec.structs.replace(path, meeting=-0.8 * path.latency) for path in survey.paths)
+    faster = msgspec.structs.replace(survey, paths=tuple(path.slower(0.5) for path in paths))
+    link = cluster_of(faster, SPEC).link(0, 1)
+    assert (link.latency, link.sync_overhead) == (0.5e-4, -0.5e-4)

@@ -255,3 +255,13 @@ def test_long_pipelines_are_no_faster_than_the_best_plan_and_fit(seed: int) -> N
         assert not choices
     for one in choices:
         assert one.predicted.seconds >= least * (1 - 1e-12)  # type: ignore[operator]
+
+
+def test_a_stage_of_small_layers_at_the_end_has_room_where_one_at_the_beginning_has_none() -> None:
+    """The second device has no room for any layer with experts, which the first two are."""
+    layers = spec_of(2, moe=MoeSpec(num_experts=16, top_k=2, width=256), heads=1).layers + spec_of(2).layers
+    spec, cluster = replace(spec_of(4, heads=1), layers=layers), many([device_of(31), device_of(13)])
+    least = least_seconds(spec, cluster, FACTS)
+    best = best_serving(spec, cluster, FACTS).choices[0]
+    assert [(stage.start, stage.stop) for stage in best.plan.stages] == [(0, 2), (2, 4)]
+    assert best.predicted.seconds == least and fits(best.predicted, cluster, best.devices)
