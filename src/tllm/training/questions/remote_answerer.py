@@ -119,10 +119,7 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
                 self._queue.fail(error)
             else:
                 self._connection = connection
-                if self._is_over:  # meanwhile, and nobody saw this connection to close it
-                    connection.close()
-                else:
-                    self._ask_until_lost(connection)
+                self._ask_until_lost(connection)
             if not self._is_over:
                 self._queue.pause(RETRY_SECONDS)
 
@@ -141,6 +138,8 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
             connection.close()
 
     def _ask(self, connection: RunConnection[Intro, Q, A]) -> None:
+        if self._is_over:  # since it was dialled: nobody saw this connection to close it
+            return
         inquirer = self._inquirer
         greeting = connection.introduce(inquirer.introduction)
         if greeting.refused:
