@@ -131,6 +131,9 @@ class ScoredPairEncoder:
         elif row.get("prompt") is not None:
             pair_of(row)  # a text that the conversations must hold
         chosen, rejected = (self._replies.encode_whole(side, _tools(row)) for side in sides)
+        for name, ids in (("chosen", chosen), ("rejected", rejected)):
+            if not ids:
+                raise ConfigError(f"{name} has no token whose score could be learned", "leave the row out, or add_eos")
         _check_unlike(chosen, rejected)
         margin = _number(row, "margin")
         values = {
