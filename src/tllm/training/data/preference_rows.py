@@ -6,6 +6,7 @@ nothing is learned.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -244,7 +245,7 @@ def _number(row: Mapping[str, Any], name: str) -> float:
     value = row.get(name)
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{name} is {value!r}, not a number", PAIR_FORMS)
     return float(value)
 

@@ -164,7 +164,7 @@ def test_a_label_is_true_or_false(label: object) -> None:
         encoder("unpaired").encode({"prompt": "a", "completion": "b", "label": label})
 
 
-@pytest.mark.parametrize("margin", ["big", True, float("nan")])
+@pytest.mark.parametrize("margin", ["big", True, float("nan"), float("-inf"), pytest.param(10**400, id="huge")])
 def test_a_margin_is_a_number(margin: object) -> None:
     with pytest.raises(ConfigError, match="margin is"):
         encoder("scored_pairs").encode({"chosen": "a", "rejected": "b", "margin": margin})
