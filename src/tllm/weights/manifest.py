@@ -59,7 +59,7 @@ _MANIFESTS = msgspec.json.Decoder(Manifest)
 def make_manifest(folder: Path, files: list[str]) -> Manifest:
     """Hash files of a folder."""
     chunk = chunk_length(((folder / file).stat().st_size for file in files), CHUNK_MIN, CHUNK_MAX)
-    return Manifest(1, chunk, {file: _hashes(folder / file, chunk) for file in sorted(files)})
+    return Manifest(1, chunk, {file: hashes_of(folder / file, chunk) for file in sorted(files)})
 
 
 def checked(source: ByteSource) -> ByteSource:
@@ -129,7 +129,8 @@ class CheckedFiles:
         return content
 
 
-def _hashes(path: Path, chunk: int) -> FileHashes:
+def hashes_of(path: Path, chunk: int) -> FileHashes:
+    """Of a file in chunks of so many bytes. OSError as the system raises it."""
     hashes = []
     with path.open("rb") as file:
         while content := file.read(chunk):

@@ -16,6 +16,7 @@ import msgspec
 from tllm.core.errors import WeightsError
 from tllm.training.checkpoint.durable_disk import DurableDisk
 from tllm.training.checkpoint.manifest import NAME, decode
+from tllm.weights.manifest import Manifest, hashes_of
 
 STEP = re.compile(r"step-(\d+)(\.tmp|\.gone)?")
 
@@ -109,12 +110,14 @@ def keep_complete(disk: DurableDisk, root: Path, lists: dict[int, bytes]) -> Non
 
     So is one of the same step with another list, or a torn one: of a node that was away while its step was taken again,
     or that died while it was brought the list. All that the save is made of is whole elsewhere, and is brought again.
+    A node that died while it wrote has files of that attempt alone, which may be as long: those go, by their hashes.
     """
     for step, text in lists.items():
         digest, _ = list_of(folder_of(root, step) / NAME)
         if digest == hashlib.sha256(text).hexdigest():
             continue
         if unfinished(root, step).is_dir():
+            _remove_others(disk, unfinished(root, step), decode(text).hashes)
             finish(disk, root, step, text)
         else:
             discard(disk, root, step)
@@ -134,6 +137,13 @@ def finish(disk: DurableDisk, root: Path, step: int, text: bytes) -> None:
         disk.rename(final, old)
     disk.rename(begun, final)
     disk.remove(old)
+
+
+def _remove_others(disk: DurableDisk, folder: Path, hashes: Manifest) -> None:
+    """Remove every file of a folder, a list aside, that is none of those which have these hashes."""
+    for path in sorted(folder.iterdir()):
+        if path.name != NAME and hashes.files.get(path.name) != hashes_of(path, hashes.chunk_bytes):
+            disk.remove(path)
 
 
 def discard(disk: DurableDisk, root: Path, step: int) -> None:

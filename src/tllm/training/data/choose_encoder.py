@@ -11,7 +11,7 @@ from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.chat_labels import ChatEncoder
 from tllm.training.data.dataset import Dataset, Documents
-from tllm.training.data.encoder import Document, Encoder
+from tllm.training.data.encoder import Document, Encoder, check_known
 from tllm.training.data.preference_rows import (
     OTHER,
     PairEncoder,
@@ -45,8 +45,27 @@ def choose_encoder(
     end: bool,
     vocab_size: int | None,
 ) -> RowEncoder:
-    """`rows` says what a row of the data is: "texts", "pairs", "scored_pairs", "unpaired" or "mismatched"."""
-    encoder = Encoder(tokenizer, template, end, vocab_size)
+    """`rows` says what a row of the data is: "texts", "pairs", "scored_pairs", "unpaired" or "mismatched".
+
+    Of a vocabulary of `vocab_size` no row may hold another id. An embedding would look up zeros for it.
+    """
+    encoder = _choose(rows, tokenizer, template, end)
+    return encoder if vocab_size is None else _WithinVocabulary(encoder, vocab_size)
+
+
+class _WithinVocabulary:
+    """Another encoder's documents, whose ids are all of the vocabulary."""
+
+    def __init__(self, encoder: RowEncoder, vocab_size: int) -> None:
+        self._encoder, self._vocab_size = encoder, vocab_size
+        self.key = encoder.key
+
+    def encode(self, row: dict[str, Any], whole: bool = True) -> Document:
+        return check_known(self._encoder.encode(row, whole), self._vocab_size)
+
+
+def _choose(rows: str, tokenizer: Tokenizer | None, template: ChatTemplate | None, end: bool) -> RowEncoder:
+    encoder = Encoder(tokenizer, template, end)
     if rows == "texts":
         return encoder
     eos = [tokenizer.eos_id] if end and tokenizer and tokenizer.eos_id is not None else []

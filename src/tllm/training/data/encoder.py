@@ -59,17 +59,10 @@ class Encoder:
     `messages` are taken as they are. Faults are `ConfigError`, without the row's place.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        template: ChatTemplate | None = None,
-        end: bool = True,
-        vocab_size: int | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None = None, end: bool = True) -> None:
         self._tokenizer = tokenizer
         self._conversations = ChatEncoder(template, tokenizer) if template and tokenizer else None
         self._eos = [tokenizer.eos_id] if end and tokenizer and tokenizer.eos_id is not None else []
-        self._vocab_size = vocab_size
         written = tokenizer.inner.to_str() if tokenizer else ""
         ends = tokenizer.eos_ids if tokenizer else ()
         self.key = f"{key_for(written, template.source if template else '', str(self._eos), str(ends)):016x}"
@@ -96,12 +89,6 @@ class Encoder:
         ids = _numbers(row, "input_ids")
         if not ids:
             raise ConfigError("input_ids is empty", "leave the row out")
-        if min(ids) < 0 or (self._vocab_size is not None and max(ids) >= self._vocab_size):
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise ConfigError(
-                f"input_ids holds {wrong} and the vocabulary is [0, {self._vocab_size or '…'})",
-                "encode the rows with this model's tokenizer",
-            )
         labels = _numbers(row, "labels") if row.get("labels") is not None else ids
         if len(labels) != len(ids):
             raise ConfigError(f"{len(ids)} input_ids and {counted(len(labels), 'label')}", "give one label for each id")
@@ -138,6 +125,18 @@ class Encoder:
         if self._tokenizer is None:
             raise ConfigError("the row is text and the model has no tokenizer", GIVE_TOKENIZER)
         return self._tokenizer
+
+
+def check_known(document: Document, vocab_size: int) -> Document:
+    """The document as it is; ConfigError where an id or a target is none of so many."""
+    for numbers in (document.ids, document.targets[document.targets != IGNORED]):
+        least, most = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, 0)
+        if least < 0 or most >= vocab_size:
+            raise ConfigError(
+                f"the row holds {least if least < 0 else most} and the vocabulary is [0, {vocab_size})",
+                f"encode it with this model's tokenizer; a label of {IGNORED} marks what is not learned",
+            )
+    return document
 
 
 def fit(document: Document, seq_len: int, over_long: OverLong) -> Document:

@@ -6,6 +6,7 @@ nothing is learned.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -131,6 +132,9 @@ class ScoredPairEncoder:
         elif row.get("prompt") is not None:
             pair_of(row)  # a text that the conversations must hold
         chosen, rejected = (self._replies.encode_whole(side, _tools(row)) for side in sides)
+        for name, ids in (("chosen", chosen), ("rejected", rejected)):
+            if not ids:
+                raise ConfigError(f"{name} has no token whose score could be learned", "leave the row out, or add_eos")
         _check_unlike(chosen, rejected)
         margin = _number(row, "margin")
         values = {
@@ -241,7 +245,7 @@ def _number(row: Mapping[str, Any], name: str) -> float:
     value = row.get(name)
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{name} is {value!r}, not a number", PAIR_FORMS)
     return float(value)
 

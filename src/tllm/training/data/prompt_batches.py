@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -15,7 +16,7 @@ from tllm.text.chat_template import ChatTemplate
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.data.batches import Batches, DataConfig
 from tllm.training.data.choose_encoder import RowEncoder
-from tllm.training.data.encoder import IGNORED, Document, Ids, OverLong
+from tllm.training.data.encoder import IGNORED, Document, Ids, OverLong, check_known
 from tllm.training.data.packing import PackedRow
 from tllm.training.data.row_forms import is_instruction, with_prompt
 from tllm.training.data.seeds import key_for
@@ -40,6 +41,7 @@ class PromptEncoder:
     """Encodes the prompts of rows, each of at most `longest` tokens. Faults are `ConfigError`, without a place.
 
     `tools`: what the model may call in every completion; prompts are then messages, and the template shows the tools.
+    `vocab_size`: how many tokens the model has.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class PromptEncoder:
         template: ChatTemplate | None,
         longest: int,
         tools: Sequence[Mapping[str, Any]] = (),
+        vocab_size: int = sys.maxsize,
     ) -> None:
-        self._tokenizer, self._template, self._longest, self._tools = tokenizer, template, longest, tools
+        self._tokenizer, self._template, self._tools = tokenizer, template, tools
+        self._longest, self._vocab_size = longest, vocab_size
         shown = (msgspec.json.encode(tools).decode(),) if tools else ()
         source = template.source if template else ""
         self.key = f"{key_for('prompt', tokenizer.inner.to_str(), source, *shown):016x}"
@@ -67,7 +71,7 @@ class PromptEncoder:
         return self.document(np.asarray(ids, dtype=np.int32))
 
     def document(self, ids: Ids) -> Document:
-        """The same of a prompt's ids; ConfigError where it is empty or too long."""
+        """The same of a prompt's ids; ConfigError where it is empty or too long, or the model has not its tokens."""
         if not len(ids):
             raise ConfigError("the prompt is empty", "leave the row out")
         if len(ids) > self._longest:
@@ -75,7 +79,7 @@ class PromptEncoder:
                 f"the prompt has {len(ids)} tokens, and seq_len less max_completion_length leaves {self._longest}",
                 "raise seq_len, or leave the row out",
             )
-        return Document(ids, np.full(len(ids), IGNORED, dtype=np.int32))
+        return check_known(Document(ids, np.full(len(ids), IGNORED, dtype=np.int32)), self._vocab_size)
 
     def _ids(self, row: dict[str, Any]) -> list[int]:
         prompt = row.get("prompt")

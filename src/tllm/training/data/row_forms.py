@@ -87,7 +87,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     if "role" in turn:
         return dict(turn)
     who = turn.get("from")
-    if who not in ROLES or not isinstance(turn.get("value"), str):
+    if not isinstance(who, str) or who not in ROLES or not isinstance(turn.get("value"), str):
         raise ConfigError(
             f"a turn of the conversation is from {who!r}, with the keys {sorted(turn)}",
             f'a turn is {{"from": …, "value": "…"}}, from {", ".join(ROLES)}; calls of tools are written as messages',

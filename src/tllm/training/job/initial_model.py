@@ -156,10 +156,11 @@ class InitialModel:
     def _row_encoder(self, job: Job, config: RolloutConfig, tools: Sequence[Mapping[str, Any]]) -> PromptRowEncoder:
         """Of prompts; where a teacher judges, of the data's own completions too."""
         tokenizer, template = self.reply_tokenizer, self.chat_template
-        prompts = PromptEncoder(tokenizer, template, job.seq_len - config.max_completion_length, tools)
+        longest, vocab_size = job.seq_len - config.max_completion_length, self.spec.vocab_size
+        prompts = PromptEncoder(tokenizer, template, longest, tools, vocab_size)
         if job.distill is None:
             return prompts
-        rows = choose_encoder("texts", tokenizer, template, job.add_eos, self.spec.vocab_size)
+        rows = choose_encoder("texts", tokenizer, template, job.add_eos, vocab_size)
         return RepliedPromptEncoder(prompts, rows, keeps_replies=job.distill.lmbda < 1)
 
     def _batches(self, config: DataConfig) -> Batches:

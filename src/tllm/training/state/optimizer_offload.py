@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,9 @@ class OnDisk:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        # A mapped file keeps a descriptor, and a model of billions of parameters has more files than the usual 1024.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -243,7 +243,7 @@ def test_a_node_that_is_lost_does_not_let_the_run_begin_anew(tmp_path: Path) -> 
 
 
 def test_a_node_with_another_or_a_torn_copy_of_the_save_is_brought_the_whole_one(tmp_path: Path) -> None:
-    """One that was away while the step was taken again, or whose power went while it was brought files."""
+    """One that was away while the step was taken again, or died while it wrote it, or was brought files."""
 
     def start(nodes: Sequence[str], value: int = 0) -> list[bool]:
         """Save, the elements being `value` more than usual; or hold what is restored against `blocks_at`."""
@@ -272,6 +272,10 @@ def test_a_node_with_another_or_a_torn_copy_of_the_save_is_brought_the_whole_one
     assert start(["east", "west"]) == [True, True]
     nodes = ["east", "west", "north"]
     assert start(nodes) == [True] * 3, "north had the save of an attempt that was lost"
+    start(["again", "south"], value=7)
+    (tmp_path / "south" / "step-5").rename(tmp_path / "south" / "step-5.tmp")
+    (tmp_path / "south" / "step-5.tmp" / NAME).unlink()
+    assert start(["south", "east", "west"]) == [True] * 3, "south had files of an attempt that was lost, no save"
     torn(NAME, (tmp_path / "east" / "step-5" / NAME).read_bytes()[:50])
     assert start(nodes) == [True] * 3
     torn("model-00001.safetensors", b"")

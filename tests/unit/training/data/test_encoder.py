@@ -10,6 +10,7 @@ import pytest
 from tests.unit.text import kits
 from tllm.core.errors import ConfigError
 from tllm.text.chat_template import ChatTemplate
+from tllm.training.data.choose_encoder import choose_encoder
 from tllm.training.data.encoder import IGNORED, Document, Encoder, fit
 
 TOKENIZER = kits.both()["byte-level"]
@@ -92,6 +93,8 @@ def test_an_empty_text_has_nothing() -> None:
         ({"input_ids": [1, 500]}, r"holds 500 and the vocabulary is \[0, 500\)"),
         ({"input_ids": [1, -1]}, "holds -1"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 label"),
+        ({"input_ids": [1, 2], "labels": [IGNORED, 500]}, r"holds 500 and the vocabulary is \[0, 500\)"),
+        ({"input_ids": [1, 2], "labels": [IGNORED, -1]}, "holds -1"),
         ({"messages": "hello"}, "lists of objects"),
         ({"messages": [1]}, "lists of objects"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
@@ -100,7 +103,25 @@ def test_an_empty_text_has_nothing() -> None:
 )
 def test_what_is_no_row(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Encoder(TOKENIZER, TEMPLATE, vocab_size=500).encode(row)
+        choose_encoder("texts", TOKENIZER, TEMPLATE, True, 500).encode(row)
+
+
+@pytest.mark.parametrize(
+    ("rows", "row"),
+    [
+        ("texts", {"text": "hello"}),
+        ("texts", {"prompt": "hello", "completion": ""}),
+        ("pairs", {"prompt": "hello", "chosen": "a", "rejected": "b"}),
+        ("scored_pairs", {"chosen": "hello", "rejected": "b"}),
+        ("unpaired", {"prompt": "hello", "completion": "a", "label": True}),
+    ],
+)
+def test_a_tokenizer_with_more_tokens_than_the_model_is_noticed(rows: str, row: dict[str, Any]) -> None:
+    """Also where the token stands in a prompt, of which nothing is learned."""
+    most = max(TOKENIZER.encode("hello", add_special_tokens=False))
+    assert choose_encoder(rows, TOKENIZER, None, True, most + 300).encode(row).ids.max() >= most
+    with pytest.raises(ConfigError, match=rf"the row holds {most} and the vocabulary is \[0, {most}\)"):
+        choose_encoder(rows, TOKENIZER, None, True, most).encode(row)
 
 
 @pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "completion": "b"}, {"messages": []}])

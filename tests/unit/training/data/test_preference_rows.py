@@ -104,6 +104,12 @@ def test_a_reward_model_reads_whole_texts_and_predicts_none() -> None:
     assert parts(talks)[1][0] == ids("<|assistant|>you</s>") and talks.values["margin"].tolist() == [0, 0]
 
 
+def test_a_side_without_a_token_has_no_score() -> None:
+    bare = choose_encoder("scored_pairs", kits.both()["sentencepiece-like"], None, False, None)
+    with pytest.raises(ConfigError, match="rejected has no token"):
+        bare.encode({"chosen": "hello", "rejected": ""})
+
+
 def test_an_unpaired_row_stands_with_the_reply_to_another_prompt(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(
@@ -158,7 +164,7 @@ def test_a_label_is_true_or_false(label: object) -> None:
         encoder("unpaired").encode({"prompt": "a", "completion": "b", "label": label})
 
 
-@pytest.mark.parametrize("margin", ["big", True, float("nan")])
+@pytest.mark.parametrize("margin", ["big", True, float("nan"), float("-inf"), pytest.param(10**400, id="huge")])
 def test_a_margin_is_a_number(margin: object) -> None:
     with pytest.raises(ConfigError, match="margin is"):
         encoder("scored_pairs").encode({"chosen": "a", "rejected": "b", "margin": margin})

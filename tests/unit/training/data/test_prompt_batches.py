@@ -42,6 +42,13 @@ def test_a_prompt_is_text_or_messages_and_keeps_its_columns(tmp_path: Path, toke
     assert tokenizer.decode(other.ids) == "(7)=" and other.columns == rows[1]
 
 
+def test_a_prompt_of_a_token_that_the_model_has_not_is_refused(tokenizer: Tokenizer) -> None:
+    most = max(tokenizer.encode("12="))
+    assert PromptEncoder(tokenizer, None, 6, vocab_size=most + 1).encode({"prompt": "12="}).ids.max() == most
+    with pytest.raises(ConfigError, match=rf"the row holds {most} and the vocabulary is \[0, {most}\)"):
+        PromptEncoder(tokenizer, None, 6, vocab_size=most).encode({"prompt": "12="})
+
+
 def test_an_instruction_is_a_prompt_without_its_output(tmp_path: Path, tokenizer: Tokenizer) -> None:
     row = {"instruction": "1", "input": "", "output": "a"}
     (one,) = batches(tmp_path, tokenizer, [row]).prompts(0)[:1]

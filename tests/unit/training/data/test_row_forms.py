@@ -47,7 +47,9 @@ def test_conversations_that_have_roles_are_messages_already() -> None:
     assert with_messages({"conversations": [USER, ASSISTANT]}) == {"messages": [USER, ASSISTANT]}
 
 
-@pytest.mark.parametrize("turn", [{"from": "function_call", "value": "{}"}, {"from": "gpt"}, {"value": "a"}])
+@pytest.mark.parametrize(
+    "turn", [{"from": "function_call", "value": "{}"}, {"from": "gpt"}, {"value": "a"}, {"from": ["gpt"], "value": "a"}]
+)
 def test_a_turn_of_nobody_that_is_known_is_refused(turn: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a turn of the conversation is from") as caught:
         with_messages({"conversations": [HUMAN, turn]})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -161,6 +162,18 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot keep the optimizer's states in"):
         OnDisk(tmp_path / "file")
+
+
+def test_files_may_be_more_than_the_system_lets_a_process_open_at_first(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/proc/self/fd"))) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        place = OnDisk(tmp_path)
+        kept = [place.keep(("exp_avg",), 4, torch.float32, torch.device("cpu")) for _ in range(few)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(kept) == few
 
 
 def test_ranges_of_nothing_need_no_file(tmp_path: Path) -> None:
