@@ -1,4 +1,5 @@
-"""Files that are there whole or not at all, paths that users give, and what is said of a disk that takes no more."""
+"""Files that are there whole or not at all, paths that users give, how many files may be open, and what is said of a
+disk that takes no more."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import secrets
 import threading
 import time
@@ -90,6 +92,18 @@ def write_whole(path: Path, content: bytes, variable: str) -> None:
             file.write(content)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", f"free some space, or set {variable}") from error
+
+
+def open_files(wanted: int) -> int:
+    """How many files this process may have open: as many as are `wanted`, or fewer where the system leaves fewer. Its
+    own limit is raised as far as it must be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(soft, wanted)
 
 
 class DiskTrouble:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from http import HTTPStatus
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tllm.core.disk import open_files
 from tllm.server.http.errors import HttpError, body_of, retry_after
 from tllm.server.http.request_head import head_fault
 from tllm.server.http.settings import ServerSettings
@@ -212,13 +212,9 @@ def protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 def _most_connections(settings: ServerSettings) -> int:
     """As many as are wanted, or as the system's limit of open files leaves, which is raised as far as it may be."""
     wanted = settings.max_connections + DESCRIPTORS_BESIDE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return settings.max_connections
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < wanted:
+    files = open_files(wanted)
+    most = max(1, files - DESCRIPTORS_BESIDE)
+    if files < wanted:
         text = "the system allows %d open files, so that at most %d connections are taken, not %d"
-        _log.warning(text, soft, max(1, soft - DESCRIPTORS_BESIDE), settings.max_connections)
-    return min(settings.max_connections, max(1, soft - DESCRIPTORS_BESIDE))
+        _log.warning(text, files, most, settings.max_connections)
+    return most

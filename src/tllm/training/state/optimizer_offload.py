@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tllm.core.disk import open_files
 from tllm.core.errors import CapacityError, ConfigError
 from tllm.core.memory import amount
 
@@ -52,6 +52,11 @@ class OnHost:
         return _Far({name: torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda") for name in names}, device)
 
 
+MAPPED_FILES = 10_240
+"""A mapped file keeps a descriptor, and a rank with 8 billion parameters has 3,600: usually 1,024 files may be open.
+macOS takes no more than this where it sets no limit."""
+
+
 class OnDisk:
     """In files of `folder`, mapped into memory and written in place; no memory is theirs outside an update.
 
@@ -60,9 +65,7 @@ class OnDisk:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        # A mapped file keeps a descriptor, and a model of billions of parameters has more files than the usual 1024.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        open_files(MAPPED_FILES)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import resource
 from typing import Any
 
 import pytest
 
-from tllm.server.http import protocol as protocol_module
 from tllm.server.http.protocol import DESCRIPTORS_BESIDE, Connections, protocol
 from tllm.server.http.settings import ServerSettings
 
@@ -60,8 +60,8 @@ def test_where_all_work_there_is_no_room_until_one_rests_or_leaves() -> None:
     [
         (1 << 20, 1 << 20, 1000, None),
         (1024, 1 << 20, 1000, 1000 + DESCRIPTORS_BESIDE),
-        (1024, protocol_module.resource.RLIM_INFINITY, 1000, 1000 + DESCRIPTORS_BESIDE),
-        (protocol_module.resource.RLIM_INFINITY, protocol_module.resource.RLIM_INFINITY, 1000, None),
+        (1024, resource.RLIM_INFINITY, 1000, 1000 + DESCRIPTORS_BESIDE),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1000, None),
         (256, 1024, 1024 - DESCRIPTORS_BESIDE, 1024),
         (100, 100, 1, 100),
     ],
@@ -75,8 +75,8 @@ def test_there_are_no_more_than_the_system_allows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(protocol_module.resource, "getrlimit", lambda kind: (soft, hard))
-    monkeypatch.setattr(protocol_module.resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
     with caplog.at_level(logging.WARNING):
         made: Any = protocol(ServerSettings(max_connections=1000))
     assert made.room.most == most
