@@ -20,7 +20,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -31,6 +31,8 @@ MAX_WRITTEN = 4 * MAX_OUTPUT  # all that is written, into macros and blocks too,
 MAX_ITEMS = 1 << 20  # of a list that is repeated
 MAX_SECONDS = 1.0  # of a processor
 WIDE = re.compile(r"\d{7,}")  # a width in a format that asks for millions of characters
+NUMBER = re.compile(r"\d+")
+STRFTIME_GROWTH = 256  # the most characters that Python makes of one of a format of dates
 KEEPING = (
     "attr",
     "count",
@@ -60,6 +62,7 @@ COMPARING = (
     ">=",
     "eq",
     "equalto",
+    "filter",
     "ge",
     "greaterthan",
     "gt",
@@ -69,9 +72,10 @@ COMPARING = (
     "lower",
     "lt",
     "ne",
+    "test",
     "upper",
 )
-"""Tests that look at all that two values hold, or at their texts."""
+"""Tests that look at all that two values hold, or at their texts or hashes."""
 
 
 class _Budget:
@@ -107,7 +111,8 @@ class _Generation(Extension):
 
 
 class _Weighed(NodeTransformer):
-    """Functions of the sandbox, which look at how large a thing is, where Jinja has none: `a ~ b`, `a == b`."""
+    """Functions of the sandbox, which look at how large a thing is, where Jinja has none: `a ~ b`, `a == b`, and
+    `{a: 1}`, for which `a` is hashed."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -120,10 +125,19 @@ class _Weighed(NodeTransformer):
         sides = [one for one in every if not isinstance(one.expr, simple)]
         if len(sides) > 1:  # else a text, a number or a truth is compared, which tells at once
             for one in sides:
-                weighed = nodes.Call(nodes.EnvironmentAttribute("weighed"), [one.expr], [], None, None)
-                weighed.set_lineno(node.lineno)
-                one.expr = weighed
+                one.expr = _weighed(one.expr)
         return node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        for pair in node.items:
+            if not isinstance(pair.key, nodes.Const):
+                pair.key = _weighed(pair.key)
+        return node
+
+
+def _weighed(value: nodes.Expr) -> nodes.Expr:
+    return nodes.Call(nodes.EnvironmentAttribute("weighed"), [value], [], None, None).set_lineno(value.lineno)
 
 
 class _Names(Namespace):
@@ -201,7 +215,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def weighed(value: Any) -> Any:
-        """A value that is to be compared, for which all that it holds may be looked at."""
+        """A value that is to be compared or hashed, for which all that it holds may be looked at."""
         _check_weight(value)
         return value
 
@@ -225,6 +239,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str):
             _check_weight(right)
             _check_format(left, right if isinstance(right, tuple) else (right,))
+            if isinstance(right, dict):
+                _check_repeated(left, right.values())
         if operator == "**" and isinstance(right, int | float) and right > 64:
             raise TemplateLimit(f"the template takes a power of {right}")
         if operator == "**" and isinstance(left, int) and left.bit_length() > 64:
@@ -233,17 +249,25 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_size(len(left))
         return super().call_binop(context, operator, left, right)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """What stands at a place, which may be found by the hash of all that `argument` holds."""
+        _check_weight(argument)
+        return super().getitem(obj, argument)
+
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A call from a template; methods of a text that could multiply it are checked before."""
+        """A call from a template. What is not the template's own may compare, hash or show all that it is given;
+        methods of a text that could multiply it are checked before."""
         self.tick()
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the base class wraps `format`
-        if isinstance(owner, str):
+        if not isinstance(obj, Macro):
             args = tuple(map(_whole, args))
+            _check_weight((*args, *kwargs.values()))
+        if isinstance(owner, str):
             given = (*args, *kwargs.values())
-            _check_weight(given)
             _check_growth(len(owner), given)
             if getattr(obj, "__name__", "") in ("format", "format_map"):
                 _check_format(owner, given)
+                _check_repeated(owner, given)
             if getattr(obj, "__name__", "") == "translate":
                 raise TemplateLimit("a template may not translate a text")
         return super().call(context, obj, *args, **kwargs)
@@ -260,12 +284,14 @@ def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
         given = (*others, *kwargs.values())
         if name not in KEEPING:
             value = _whole(value)
-            _check_weight((value, *given))
+            _check_weight(value)
+        _check_weight(given)
         if name in WIDENING:
             _check_growth(len(value) if hasattr(value, "__len__") else 1, given)
             _check_size(max((one for one in given if isinstance(one, int)), default=0))
         if name == "format":
             _check_format(str(value), given)
+            _check_repeated(str(value), kwargs.values())
         result = made(*before, value, *others, **kwargs)
         if isinstance(result, str):
             _check_size(len(result))
@@ -298,17 +324,22 @@ def _check_growth(length: int, given: Iterable[Any]) -> None:
 
 
 def _check_format(form: str, values: Iterable[Any]) -> None:
-    """A format may ask for millions of characters by a width, in itself or, by a star, in a value."""
-    star = "*" in form and any(isinstance(value, int) and abs(value) > MAX_OUTPUT for value in values)
-    if star or WIDE.search(form):
+    """A format may ask for millions of characters by its widths, in itself or, by a star, in values."""
+    widths = sum(abs(value) for value in values if isinstance(value, int)) if "*" in form else 0
+    if WIDE.search(form) or widths + sum(map(int, NUMBER.findall(form))) > MAX_OUTPUT:
         raise TemplateLimit("the template formats a text with a width of millions of characters")
 
 
-def _check_weight(value: Any) -> None:
+def _check_repeated(form: str, values: Iterable[Any]) -> None:
+    """A format that names its values may write one of them as often as it likes."""
+    _check_growth(len(form), [_check_weight(value) for value in values])
+
+
+def _check_weight(value: Any) -> int:
     """Of all that a value holds, to be made a text or compared: it is walked until it is known to be too large."""
     if isinstance(value, str):
         _check_size(len(value))
-        return
+        return len(value)
     total, waiting = 0, [value]
     while waiting:
         one = waiting.pop()
@@ -319,6 +350,7 @@ def _check_weight(value: Any) -> None:
             waiting += _held(one)
             Sandbox.tick()
         _check_size(total)
+    return total
 
 
 def _held(value: Any) -> Iterable[Any]:
@@ -345,6 +377,7 @@ def _raise_exception(message: str) -> str:
 
 
 def _strftime_now(form: str) -> str:
+    _check_size(len(form) * STRFTIME_GROWTH)
     return datetime.now().strftime(form)
 
 

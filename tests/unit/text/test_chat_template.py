@@ -152,6 +152,7 @@ def test_what_is_not_a_template_is_a_config_error(source: str) -> None:
 TOWERS = {
     "lists": "{% set n = namespace(a=['x' * 999], b=['x' * 999]) %}{% for i in range(40) %}"
     "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}",
+    "tuples": "{% set n = namespace(a=(1,)) %}{% for i in range(40) %}{% set n.a = (n.a, n.a) %}{% endfor %}",
     "numbers": "{% set n = namespace(a=10) %}{% for i in range(9) %}{% set n.a = n.a ** 64 %}{% endfor %}",
 }
 """What is small and means very much."""
@@ -167,6 +168,18 @@ TOWERS_USED = (
     "{{ [n.a, n.b] | unique | list | length }}",
     "{% set x = 'x' * 9000000 %}{{ ''.join([x] * 1000) | length }}",
     "{% set x = 'x' * 9000000 %}{{ ([x] * 1000) | map('string') | join | length }}",
+    "{{ raise_exception(n.a) }}",
+    "{{ [n.a].index(n.b) }}",
+    "{{ [n.a].count(n.b) }}",
+    "{{ 1 | attr(n.a) }}",
+)
+
+TOWERS_HASHED = (
+    "{{ {}[n.a] }}",
+    "{{ {}.get(n.a) }}",
+    "{{ {n.a: 1} | length }}",
+    "{{ n.a is filter }}",
+    "{{ dict([(n.a, 1)]) }}",
 )
 
 HOSTILE = {
@@ -203,8 +216,16 @@ HOSTILE = {
     "nested": "{% set x = ['x' * 9000000] * 1000 %}{{ x }}",
     "tabs": "{{ 'a\tb'.expandtabs(tabsize=2000000000) | length }}",
     "filler": "{{ lipsum(n=100000000) }}",
+    "widths": "{{ (('%999999d' * 2000) % ((1,) * 2000)) | length }}",
+    "braces": "{{ ('{0:999999}' * 2000).format(1) | length }}",
+    "stars": "{{ (('%*d' * 200) % ((9999999, 1) * 200)) | length }}",
+    "named": "{% set x = 'x' * 9000000 %}{{ (('%(a)s' * 1000) % {'a': x}) | length }}",
+    "named filter": "{% set x = 'x' * 9000000 %}{{ ('%(a)s' * 1000) | format(a=x) | length }}",
+    "listed": "{% set x = ['x' * 9000000] %}{{ ('{0}' * 1000).format(x) | length }}",
+    "dates": "{{ strftime_now('%c' * 4000000) | length }}",
     "numbers": TOWERS["numbers"] + "{{ n.a % 7 }}",
     **{f"tower {use}": TOWERS["lists"] + use for use in TOWERS_USED},
+    **{f"tower {use}": TOWERS["tuples"] + use for use in TOWERS_HASHED},
 }
 
 
