@@ -115,9 +115,14 @@ def fetch(args: argparse.Namespace, path: str = STATUS) -> dict[str, Any]:
 
 def _opener(where: str) -> urllib.request.OpenerDirector:
     """What asks an address. By the environment's proxy (`http_proxy`), unless it is this machine's own, where a proxy
-    would find itself, and see the key."""
+    would find itself, and see the key. It follows no redirect, as it would take the key along."""
     is_here = is_loopback(where.rpartition(":")[0])
-    return urllib.request.build_opener(urllib.request.ProxyHandler({} if is_here else None))
+    opener = urllib.request.OpenerDirector()
+    opener.add_handler(urllib.request.ProxyHandler({} if is_here else None))
+    opener.add_handler(urllib.request.HTTPHandler())
+    opener.add_handler(urllib.request.HTTPErrorProcessor())
+    opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
+    return opener
 
 
 def _sendable(key: str | None) -> str | None:

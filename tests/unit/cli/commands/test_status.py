@@ -6,10 +6,11 @@ import http.server
 import io
 import json
 import socket
+import threading
 import urllib.error
 import urllib.request
 from email.message import Message
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -190,6 +191,30 @@ def test_a_proxy_is_not_asked_for_this_machine_itself(where: str, asked: str, mo
     monkeypatch.setattr(urllib.request.HTTPHandler, "http_open", http_open)
     assert main(["status", where, "--api-key", "secret-key"]) == 4
     assert told == [asked]
+
+
+class Redirects(http.server.BaseHTTPRequestHandler):
+    """A program at the address of a server that has ended."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(f"{self.path} {self.headers['authorization']}")
+        self.send_response(302)
+        self.send_header("location", f"http://127.0.0.1:{self.server.server_address[1]}/elsewhere")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+def test_a_redirect_does_not_get_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), Redirects) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert main(["status", f"127.0.0.1:{server.server_port}", "--api-key", "secret-key"]) == 4
+        server.shutdown()
+    assert Redirects.asked == ["/v1/cluster Bearer secret-key"]
+    assert "is no HTTP server of tllm: it answers 302 Found" in capsys.readouterr().err
 
 
 def test_what_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:
