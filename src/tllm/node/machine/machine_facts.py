@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.core.memory import group_memory
+from tllm.core.memory import group_folders, group_memory
 from tllm.core.processor import processor_name
 from tllm.node.machine.process_facts import cores
 from tllm.node.topology.machine_topology import MachineTopology
@@ -236,8 +236,14 @@ def _chosen(text: str) -> str:
 
 
 def _quota(root: Path) -> float | None:
-    """Processors that the control group allows (cgroup v2's cpu.max), None for all."""
-    allowed, _, period = read_file(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    """Processors that the control groups around this process allow, None for all."""
+    return min(filter(None, map(_allowed, group_folders("cpu", root))), default=None)
+
+
+def _allowed(group: Path) -> float | None:
+    """Processors that one control group allows, of version 2 or 1; None for all."""
+    first = f"{read_file(group / 'cpu.cfs_quota_us')} {read_file(group / 'cpu.cfs_period_us')}"
+    allowed, _, period = (read_file(group / "cpu.max") or first).partition(" ")
     return int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else None
 
 

@@ -98,6 +98,28 @@ def test_a_control_group_without_limits(root: Path) -> None:
     assert (found.memory_bytes, found.memory_free_bytes) == (2**24, 2**23)
 
 
+def test_processors_that_the_groups_around_a_job_allow(root: Path) -> None:
+    """As schedulers and systemd set limits: none stands at the root."""
+    job = root / "sys/fs/cgroup/slurm/job_7"
+    job.mkdir(parents=True)
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/slurm/job_7\n")
+    (root / "sys/fs/cgroup/cpu.max").unlink()
+    (job / "cpu.max").write_text("max 100000")
+    (job.parent / "cpu.max").write_text("400000 100000")
+    assert machine_facts(root).quota == 4
+    (job / "cpu.max").write_text("50000 100000")
+    assert machine_facts(root).quota == 0.5
+    old = root / "sys/fs/cgroup/cpu/job"
+    old.mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("4:cpu,cpuacct:/job\n0::/\n")
+    (old / "cpu.cfs_period_us").write_text("100000")
+    (old / "cpu.cfs_quota_us").write_text("-1")
+    assert machine_facts(root).quota is None
+    (old / "cpu.cfs_quota_us").write_text("200000")
+    assert machine_facts(root).quota == 2
+
+
 def test_no_port_to_be_had(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: object) -> socket.socket:
         raise PermissionError(13, "Permission denied")
