@@ -95,7 +95,8 @@ class Channel:
         await self.write(ONE_WAY, 0, message)
 
     async def ask(self, message: Message, deadline: float) -> Any:
-        """Send a question and return its answer. The error that it was refused with, ClusterError if none comes."""
+        """Send a question and return its answer. The error that it was refused with, ClusterError if none comes, or one
+        that answers another question."""
         async with aclosing(self.stream(message, deadline)) as answers:
             async for answer in answers:
                 return answer
@@ -126,6 +127,8 @@ class Channel:
                 if frame.kind == REFUSAL:
                     assert isinstance(frame.message, Refused)
                     raise error_of(frame.message)
+                if _name(frame.message) not in message.answers:
+                    raise self._refused(f"answered {_name(message)} with a {_name(frame.message)}")
                 yield frame.message
                 if frame.kind == ANSWER:
                     return
@@ -276,14 +279,15 @@ class Channel:
                 await self.write(END, number, None)
                 return
             answer = await result
-        except TllmError as error:
+            assert answer is not None, "a question needs an answer"
+            await self.write(ANSWER, number, answer)
+        except TllmError as error:  # an answer that is too large, too
+            if self._writer.is_closing():
+                raise
             told = f"{self.peer} asked for {_name(message)}: {error.message}"
             log.log(logging.DEBUG if told == self._told else logging.INFO, "%s", told)
             self._told = told
             await self.write(REFUSAL, number, refused(error))
-            return
-        assert answer is not None, "a question needs an answer"
-        await self.write(ANSWER, number, answer)
 
 
 class _Closed(Exception):

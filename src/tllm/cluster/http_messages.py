@@ -45,6 +45,8 @@ class ServedModel(Message, frozen=True, kw_only=True):
 class AskEngine(Message, frozen=True):
     """Asks how the engine is. The answer is an `EngineReport`."""
 
+    answers = ("EngineReport",)
+
 
 class EngineReport(Message, frozen=True):
     """What `EngineClient` says of itself; `status` and `health` as JSON. `adapters`: by name, what requests of a LoRA
@@ -59,6 +61,8 @@ class EngineReport(Message, frozen=True):
 class OpenStream(Message, frozen=True):
     """Run these requests as a reply that may be taken up. The answer is `StreamOpened`."""
 
+    answers = ("StreamOpened",)
+
     record: StreamRecord
     requests: tuple[Request, ...]
 
@@ -70,6 +74,8 @@ class StreamOpened(Message, frozen=True):
 class FollowStream(Message, frozen=True):
     """Asks for a stored reply of this owner's, until `Cancel` of `follower`. The answer is a stream: `StreamFound`,
     then, if there is one, `Outputs` from the first on."""
+
+    answers = ("StreamFound", "Outputs")
 
     follower: str
     stream_id: str
@@ -87,6 +93,8 @@ class StreamFound(Message, frozen=True):
 class EndStream(Message, frozen=True):
     """Cancel what runs of a stored reply of this owner's, and perhaps forget it. The answer is `StreamEnded`."""
 
+    answers = ("StreamEnded",)
+
     stream_id: str
     owner: str
     forget: bool
@@ -100,6 +108,8 @@ class StreamEnded(Message, frozen=True):
 
 class AskSpans(Message, frozen=True):
     """Asks what the ranks did for the sequences with these traces. The answer is `ToldSpans`."""
+
+    answers = ("ToldSpans",)
 
     traces: tuple[int, ...]
 

@@ -221,6 +221,8 @@ class ServeReplica(Message, frozen=True):
     on which one of these `files` cannot be read, or the `folder` lacks this `model`, which others need of it.
     """
 
+    answers = ("ReplicaServes",)
+
     election_seconds: Annotated[float, Meta(gt=0, le=3600)]
     files: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()
     folder: str = ""
@@ -269,6 +271,8 @@ class Assign(Message, frozen=True, kw_only=True):
     too.
     """
 
+    answers = ("Prepared",)
+
     cluster: str
     epoch: int
     rank: int
@@ -298,6 +302,8 @@ class Prepared(Message, frozen=True, kw_only=True):
 class Load(Message, frozen=True):
     """Read the weights, or the last save. The answer is a stream: `Progress`, then `Loaded`."""
 
+    answers = ("Progress", "Loaded")
+
     epoch: int
 
 
@@ -326,6 +332,8 @@ class Loaded(Message, frozen=True, kw_only=True):
 class Start(Message, frozen=True):
     """Run the engine, or the training. The answer is `Started`."""
 
+    answers = ("Started",)
+
     epoch: int
 
 
@@ -348,6 +356,8 @@ class Submit(Message, frozen=True):
     """A request for the engine, to the node of rank 0. A node that serves HTTP asks the coordinator; the answer is a
     stream of `Outputs`."""
 
+    answers = ("Outputs",)
+
     request: Request
 
 
@@ -366,6 +376,8 @@ class Outputs(Message, frozen=True):
 
 class LoadAdapter(Message, frozen=True):
     """Load this adapter beside the weights, while requests run. The answer is `AdapterReady`."""
+
+    answers = ("AdapterReady",)
 
     epoch: int
     adapter: AdapterFiles
@@ -409,6 +421,8 @@ class TakeRole(Message, frozen=True, kw_only=True):
     lie on this node too. Where they do not, those of a teacher, and of a model beside an adapter (`is_base`), are read
     from the coordinator by `ReadBytes`, as `role_file` names them; all others come from the run.
     Nodes that compute one model together have a `rank` of its `plan` and `places` each; their wires, the `team`."""
+
+    answers = ("Progress", "RoleTaken")
 
     role: RoleName
     model: str

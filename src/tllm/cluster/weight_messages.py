@@ -57,6 +57,8 @@ def role_file(role: RoleName, file: str) -> str:
 class ReadBytes(Message, frozen=True):
     """A node that lacks the model asks for bytes [start, stop) of one of its files."""
 
+    answers = ("Bytes",)
+
     file: str
     start: int
     stop: int
@@ -82,6 +84,8 @@ class LocateChunk(Message, frozen=True):
 
     `failed` names the node that was found before and did not give it, and `why`.
     """
+
+    answers = ("Pending", "ChunkFound")
 
     epoch: int
     file: str
@@ -119,6 +123,8 @@ class OpenChunkConnection(Message, frozen=True):
 class GetChunk(Message, frozen=True):
     """Give this chunk of a file, which has this SHA-256. The answer is a stream of `ChunkBytes`."""
 
+    answers = ("ChunkBytes",)
+
     file: str
     number: int
     digest: bytes
@@ -127,6 +133,8 @@ class GetChunk(Message, frozen=True):
 class ListHubChunks(Message, frozen=True):
     """Asks a node what it has of a file of a repository on the hub. The answer is a stream of `ChunkBytes`: the SHA-256
     of each chunk, one after the other, zeros for one that it lacks."""
+
+    answers = ("ChunkBytes",)
 
     repository: Repository
     file: str
@@ -142,6 +150,8 @@ class ChunkBytes(Message, frozen=True):
 class FindPages(Message, frozen=True):
     """Asks a node which files it has of these pages of a model. The answer is `PagesFound`."""
 
+    answers = ("PagesFound",)
+
     model: str
     names: tuple[bytes, ...]
 
@@ -155,6 +165,8 @@ class PagesFound(Message, frozen=True):
 class ListPages(Message, frozen=True):
     """Asks a node for the names of all pages of a model on its disk. The answer is a stream of `PageNames`."""
 
+    answers = ("PageNames",)
+
     model: str
 
 
@@ -166,6 +178,8 @@ class PageNames(Message, frozen=True):
 
 class GetPage(Message, frozen=True):
     """Give the file that holds this box of a page. The answer is a stream of `ChunkBytes`."""
+
+    answers = ("ChunkBytes",)
 
     model: str
     name: bytes

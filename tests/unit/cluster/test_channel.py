@@ -9,7 +9,22 @@ import pytest
 
 from tests.unit.cluster.kits import facts
 from tllm.cluster.channel import HEAD, ONE_WAY, QUESTION, Channel, Gone
-from tllm.cluster.messages import Attach, FromNode, Heartbeat, Load, Progress, Shutdown, Start, Started, ToNode
+from tllm.cluster.consensus.raft_messages import FindCoordinator
+from tllm.cluster.messages import (
+    Attach,
+    FromNode,
+    Heartbeat,
+    Load,
+    Message,
+    Progress,
+    ReplicaPlace,
+    ReplicaServes,
+    ServeReplica,
+    Shutdown,
+    Start,
+    Started,
+    ToNode,
+)
 from tllm.core.errors import ClusterError, PlanError
 
 
@@ -287,6 +302,56 @@ def test_what_is_not_a_message_ends_the_channel_with_words(raw: bytes, words: st
         arriving.feed_eof()
         with pytest.raises(ClusterError, match=words):
             await coordinator.run({Heartbeat: beat})
+
+    play(scene)
+
+
+def test_an_answer_to_another_question_is_none() -> None:
+    """A node that lies, or has a fault, ends its own part and not the coordinator."""
+
+    async def start(message: Start) -> Message:
+        return Heartbeat() if message.epoch == 0 else Started(1)
+
+    async def load(message: Load) -> AsyncGenerator[Message, None]:
+        yield Progress(1, 2)
+        yield Started(1)
+
+    async def scene() -> None:
+        coordinator, node, _ = pair()
+        runs = [asyncio.create_task(node.run({Start: start, Load: load})), asyncio.create_task(coordinator.run({}))]
+        with pytest.raises(ClusterError, match="node a answered Start with a Heartbeat"):
+            await coordinator.ask(Start(0), 20.0)
+        with pytest.raises(ClusterError, match="node a answered Load with a Started"):
+            assert [item.done async for item in coordinator.stream(Load(1), 20.0)] == []
+        assert coordinator.refused == 2
+        assert await coordinator.ask(Start(1), 20.0) == Started(1), "the channel goes on"
+        coordinator.abort()
+        node.abort()
+        await asyncio.gather(*runs)
+
+    play(scene)
+
+
+def test_every_name_of_an_answer_is_a_message() -> None:
+    assert FindCoordinator.answers == ("CoordinatorFound",), "messages of replicas are among them"
+    kinds = Message.__subclasses__()
+    assert {name for kind in kinds for name in kind.answers} <= {kind.__name__ for kind in kinds}
+
+
+def test_an_answer_that_is_too_large_is_refused_and_the_channel_goes_on() -> None:
+    async def serve(message: ServeReplica) -> ReplicaServes:
+        return ReplicaServes(ReplicaPlace("a/" + "0" * 16, "h" * int(message.election_seconds), 1))
+
+    async def scene() -> None:
+        coordinator, node, _ = pair(limit=200)
+        runs = [asyncio.create_task(node.run({ServeReplica: serve})), asyncio.create_task(coordinator.run({}))]
+        with pytest.raises(ClusterError, match=r"a ReplicaServes of \d+ bytes is too large"):
+            await coordinator.ask(ServeReplica(220), 20.0)
+        answer = await coordinator.ask(ServeReplica(10), 20.0)
+        assert answer.place.host == "h" * 10
+        coordinator.abort()
+        node.abort()
+        await asyncio.gather(*runs)
 
     play(scene)
 

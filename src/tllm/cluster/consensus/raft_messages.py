@@ -122,6 +122,8 @@ class Appended(Message, frozen=True):
 class FindCoordinator(Message, frozen=True):
     """Any member of the cluster asks a replica who coordinates now. The answer is `CoordinatorFound`."""
 
+    answers = ("CoordinatorFound",)
+
 
 class CoordinatorFound(Message, frozen=True):
     """Where the coordinator of this term listens for nodes. "" and 0: nobody that this replica knows of. `replicas` are

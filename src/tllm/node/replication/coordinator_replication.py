@@ -256,8 +256,9 @@ class CoordinatorReplication:
         """Let a node hold a replica, and vote once it has every entry."""
         node, raft = member.node, self._replica.raft
         try:
-            answer = await self._coordinator.members.channels[node].ask(self._asked_of(node), SERVE_SECONDS)
-            if not isinstance(answer, ReplicaServes) or answer.place.node != node:
+            channel = self._coordinator.members.channels[node]
+            answer: ReplicaServes = await channel.ask(self._asked_of(node), SERVE_SECONDS)
+            if answer.place.node != node:
                 raise ClusterError(f"{node} answered with a replica that is not its own")
         except TllmError as error:
             self._fail(node, error.message)

@@ -113,8 +113,7 @@ class ChunkFetcher:
     # --- the main thread
     def __call__(self, file: str, start: int, stop: int) -> bytes:
         wanted = ReadBytes(file, start, stop)
-        answer = self._wait(self._channel().ask(wanted, READ_SECONDS))
-        assert isinstance(answer, Bytes)
+        answer: Bytes = self._wait(self._channel().ask(wanted, READ_SECONDS))
         return checked_bytes(wanted, answer)
 
     def expect(self, chunks: Sequence[FileChunk], sizes: Mapping[str, int]) -> None:

@@ -42,8 +42,7 @@ class PageExchange:
         """What it has of each of these pages. ClusterError where it does not say."""
 
         async def ask(channel: Channel) -> PagesFound:
-            answer = await channel.ask(FindPages(self._model, tuple(names)), ASK_SECONDS)
-            assert isinstance(answer, PagesFound)
+            answer: PagesFound = await channel.ask(FindPages(self._model, tuple(names)), ASK_SECONDS)
             return answer
 
         found = self._channels.with_node(self._place, ask, ASK_SECONDS).boxes
