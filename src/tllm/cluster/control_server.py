@@ -27,7 +27,7 @@ from tllm.cluster.messages import (
     Refused,
     Welcome,
 )
-from tllm.cluster.remote_errors import refused
+from tllm.cluster.remote_errors import printable, refused
 from tllm.cluster.tls import control_server
 from tllm.core.errors import AuthError, ClusterError, TllmError
 from tllm.core.program import source_digest
@@ -124,7 +124,7 @@ class ControlServer:
             self._refuse(channel.peer, f"no message within {GUEST_SECONDS:g} s")
             channel.abort()
         except TllmError as error:
-            self._refuse(channel.peer, error.message)
+            self._refuse(channel.peer, printable(error.message))
             await self._say_no(channel, refused(error))
         finally:
             await channel.close()

@@ -10,6 +10,8 @@ import ssl
 import time
 from typing import Any
 
+import msgspec
+
 from tllm import __version__
 from tllm.cluster.certificates import COORDINATOR, Identity, fingerprint_of, first_certificate, make_request
 from tllm.cluster.channel import QUESTION, Channel
@@ -32,7 +34,7 @@ from tllm.cluster.messages import (
     ToNode,
     Welcome,
 )
-from tllm.cluster.remote_errors import error_of
+from tllm.cluster.remote_errors import error_of, printable
 from tllm.cluster.tls import guest_client, member_client, unverified_client
 from tllm.core.errors import AuthError, ClusterError
 from tllm.core.program import source_digest
@@ -141,8 +143,9 @@ async def _question(channel: Channel, message: Message, wanted: type[Any]) -> An
     frame = await channel.receive_within(REACH_SECONDS)
     if frame is None:
         raise ClusterError(f"{channel.peer} closed the connection without an answer", "see the coordinator's log")
-    if isinstance(frame.message, Refused):
-        raise error_of(frame.message, f"{channel.peer} refused")
+    if isinstance(said := frame.message, Refused):
+        said = msgspec.structs.replace(said, reason=printable(said.reason), hint=printable(said.hint))
+        raise error_of(said, f"{channel.peer} refused")
     if not isinstance(frame.message, wanted):
         raise ClusterError(f"{channel.peer} answered {type(message).__name__} with {type(frame.message).__name__}")
     return frame.message

@@ -66,7 +66,7 @@ class Welcome(Message, frozen=True):
 
     protocol: int
     authority: bytes
-    host: str = ""
+    host: Annotated[str, Meta(max_length=255, pattern=r"\A[0-9A-Za-z._:%-]*\Z")] = ""
     port: int = 0
 
 

@@ -50,6 +50,12 @@ def failure(error: BaseException) -> Failure:
     return Failure(message=f"{type(error).__name__}: {error}", hint="this is a fault of tllm or of the machine")
 
 
+def printable(words: str) -> str:
+    """What somebody says whom nobody knows yet, for a terminal or a log: without what moves the cursor, or begins a
+    line that we did not write."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in words)
+
+
 def error_of(said: Refused | Failure, speaker: str = "") -> TllmError:
     """The error that was sent, to be raised here; `speaker` goes before its words."""
     words = said.reason if isinstance(said, Refused) else said.message

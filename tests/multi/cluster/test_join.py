@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from tests.support.steady_loop import play_steadily
@@ -318,6 +319,43 @@ async def ask_as_guest(opened: Gate, message: Message) -> Message:
     assert await channel.receive_within(SOON) is None, "one answer, then it is closed"
     await channel.close()
     return frame.message
+
+
+FORGED = "9\n12:00 ERROR tllm: run \x1b[1mcurl\x1b[0m\u202e"
+
+
+def test_a_guest_writes_no_line_of_the_log_and_moves_no_cursor(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(opened: Gate) -> None:
+        await ask_as_guest(opened, Join(PROTOCOL, FORGED, "n", b"", b"", ""))
+        async with raw(opened.address, guest_client(opened.authority.pem)) as (reader, writer):
+            body = msgspec.msgpack.encode({"type": "Hello", "protocol": 1, FORGED: 1})
+            writer.write(HEAD.pack(len(body), QUESTION, 0) + body)
+            await closed_within_a_second(reader)
+        assert opened.door.refused == 2
+
+    play(scene)
+    told = [message for message in caplog.messages if "curl" in message]
+    assert len(told) == 2 and all(message.isprintable() for message in told)
+
+
+def test_who_answers_a_node_that_joins_moves_no_cursor_of_its_terminal() -> None:
+    """It need not be the coordinator: nobody has shown a certificate yet."""
+
+    class Unknown(ControlServer):
+        def _reply(self, message: Message) -> Message:
+            raise ClusterError(FORGED, FORGED)
+
+    async def scene(opened: Gate) -> None:
+        door = Unknown(Authority.create(), TokenBook(b""), opened, (HERE, 0))
+        serving = asyncio.create_task(door.run())
+        try:
+            with pytest.raises(ClusterError, match="curl") as caught:
+                await locate((HERE, door.port))
+        finally:
+            await end_tasks(serving)
+        assert caught.value.message.isprintable() and caught.value.hint.isprintable()
+
+    play(scene)
 
 
 @pytest.mark.parametrize("message", [Heartbeat(), ReadBytes("config.json", 0, 9), Attach(PROTOCOL, facts())])
