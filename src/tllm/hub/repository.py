@@ -21,7 +21,8 @@ SMALL_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 SMALL_BYTES = 100_000_000
 """Of one of the files that are read whole by every process: config, tokenizer, template, index."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-FILES_LIMIT = 100_000
+FILES_LIMIT, FILE_LIMIT = 100_000, 1 << 42
+"""Files of a repository, and bytes of one: far more than a hub takes, and few enough to go through its chunks."""
 FILE = re.compile(r"[\w+=,() -][\w.+=,() -]*(?:/[\w+=,() -][\w.+=,() -]*){0,7}", re.ASCII)
 ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 QUANTISATION = re.compile(r"(?:^|[-._/])((?:UD-)?(?:IQ|Q|TQ)\d\w*|BF16|F16|F32|MXFP4\w*)(?=[-./]|$)", re.IGNORECASE)
@@ -85,20 +86,25 @@ class HubWeights:
 
 def usable_files(files: Iterable[HubFile]) -> tuple[HubFile, ...]:
     """Those with a name that stays in the folder that it is put into, with a size and a hash."""
-    kept = [file for file in files if FILE.fullmatch(file.name) and file.size >= 0 and ETAG.fullmatch(file.etag)]
+    kept = [
+        file
+        for file in files
+        if FILE.fullmatch(file.name) and 0 <= file.size <= FILE_LIMIT and ETAG.fullmatch(file.etag)
+    ]
     if len(kept) > FILES_LIMIT:
         raise WeightsError(f"the repository has {len(kept)} files, and {FILES_LIMIT} are read at most")
     return tuple(sorted(kept, key=lambda file: file.name))
 
 
 def check_repository(repository: Repository) -> None:
-    """WeightsError unless a repository that another machine names has names and hashes that lead out of no folder."""
+    """WeightsError unless a repository that another machine names has names and hashes that lead out of no folder, and
+    sizes that files may have."""
     name = parse_name(repository.repo)
     is_named = name is not None and (name.store, name.repo) == ("hub", repository.repo)
     if not is_named or not is_commit(repository.commit):
         raise WeightsError(f"{repository.repo[:80]!r} at {repository.commit[:80]!r} is no commit of a model on the hub")
     if len(usable_files(repository.files)) != len(repository.files):
-        raise WeightsError(f"{repository} is said to have files whose names or hashes are none")
+        raise WeightsError(f"{repository} is said to have files whose names, sizes or hashes are none")
 
 
 def small_files(repository: Repository) -> Repository:

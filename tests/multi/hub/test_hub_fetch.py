@@ -83,10 +83,11 @@ def read(files: FetchedFiles, *spans: tuple[int, int]) -> list[bytes]:
         ("org/name", "a" * 40, HubFile("../model.safetensors", 1, "b" * 64)),
         ("org/name", "a" * 40, HubFile("model.safetensors", 1, "../../x")),
         ("org/name", "a" * 40, HubFile("model.safetensors", -1, "b" * 64)),
+        ("org/name", "a" * 40, HubFile("model.safetensors", 1 << 60, "b" * 64)),
     ],
 )
 def test_what_another_machine_names_leads_out_of_no_folder(repo: str, commit: str, file: HubFile) -> None:
-    with pytest.raises(WeightsError, match=r"is no commit of a model|names or hashes are none"):
+    with pytest.raises(WeightsError, match=r"is no commit of a model|names, sizes or hashes are none"):
         HubChunks(Repository(repo, commit, (file,)), ChunkCache(None, 0))
 
 
