@@ -111,17 +111,21 @@ class QuestionServer(Generic[Intro, Q, A]):
 
     def serve(self) -> None:
         """Take connections until `close`."""
+        room = threading.Semaphore(HALF_OPEN)
         with ThreadPoolExecutor(HALF_OPEN, "tllm hello") as pool:
             while True:
+                room.acquire()  # whoever finds none waits in the kernel's queue, and takes no descriptor here
                 try:
                     sock, peer = self._socket.accept()
                 except OSError:
+                    room.release()
                     if self._closed.is_set():
                         return
                     log.exception("accepting a run failed")
                     time.sleep(0.05)  # out of file descriptors: let some close
                     continue
-                pool.submit(self._shake_hands, sock, f"{peer[0]}:{peer[1]}")
+                shaking = pool.submit(self._shake_hands, sock, f"{peer[0]}:{peer[1]}")
+                shaking.add_done_callback(lambda _: room.release())
 
     def close(self) -> None:
         """End every connection, once the question at hand is answered; the others are asked of somebody else."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from tllm.core.errors import AuthError, ClusterError, ConfigError, FrameError, L
 from tllm.text.same_vocabulary import vocabulary_digest
 from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces, AskingRun
 from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
-from tllm.training.questions.question_server import QuestionServer
+from tllm.training.questions.question_server import HALF_OPEN, QuestionServer
 from tllm.training.questions.remote_answerer import RemoteAnswerer
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.shared_secret import shared_identity
@@ -391,6 +392,19 @@ def test_secrets_that_are_none_are_refused(tmp_path: Path) -> None:
     short.chmod(0o644)
     with pytest.raises(AuthError, match="can be read by others"):
         identity(short)
+
+
+def test_connections_that_say_nothing_take_no_more_descriptors_than_there_are_seats(teacher: TeacherModel) -> None:
+    """Nobody needs a certificate to open them."""
+    context = data_server(Authority.create().identity("taught"))
+    server = QuestionServer(teacher, TEACHING, ("127.0.0.1", 0), context)
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack, in_a_thread(server):
+        for _ in range(HALF_OPEN + 20):
+            stack.enter_context(socket.create_connection(server.address))
+        time.sleep(0.5)
+        assert len(os.listdir("/proc/self/fd")) - before <= 2 * HALF_OPEN + 20
+        stack.close()
 
 
 def test_log_probabilities_that_are_not_finite_are_an_error(folder: Path) -> None:
