@@ -34,7 +34,7 @@ from tllm.comm.collectives.fold import check_op
 from tllm.comm.collectives.group_links import GroupLinks, ReceiveBuffers, equal_pieces
 from tllm.comm.collectives.worker_thread import Handle, WorkerThread
 from tllm.comm.links.link import DEADLINE, Link, LocalLink
-from tllm.core.errors import LinkClosed, LinkError, decoded
+from tllm.core.errors import CapacityError, LinkClosed, LinkError, decoded
 from tllm.spec.plan import Wire
 
 P = ParamSpec("P")
@@ -234,13 +234,23 @@ class Group:
     def all_gather_bytes(self, payload: bytes, limit: int = GATHERED_LIMIT) -> list[bytes]:
         """Every rank's `payload` on every rank, in rank order: gathered by rank 0, which broadcasts the list.
 
-        For what ranks must agree on before they act. At most `limit` bytes of all ranks together.
+        For what ranks must agree on before they act. CapacityError, on every rank, for more than `limit` bytes of all
+        of them together.
         """
-        gathered = self.gather_bytes(payload, limit)
+        gathered = self.gather_bytes(payload[:limit], limit)  # of one that is too long alone, enough to be too much
         if self.size == 1:
-            return gathered
-        told = self.broadcast_bytes(msgspec.msgpack.encode(gathered) if self.rank == 0 else None, 0, limit)
-        return decoded(told, _LISTS, "what rank 0 passed on is no list of bytes")
+            return [payload]
+        told = msgspec.msgpack.encode(gathered)
+        if len(told) > limit:
+            told = msgspec.msgpack.encode(len(told))
+        found = decoded(
+            self.broadcast_bytes(told if self.rank == 0 else None, 0, limit),
+            _GATHERED,
+            "what rank 0 passed on is no list of bytes",
+        )
+        if isinstance(found, int):
+            raise CapacityError(f"ranks are to tell each other {found} bytes or more, and {limit} are the most")
+        return found
 
     def gather_bytes(self, payload: bytes, limit: int = BYTES_LIMIT) -> list[bytes]:
         """Every rank's `payload` on rank 0, in rank order, each of at most `limit` bytes; nothing elsewhere."""
@@ -443,4 +453,5 @@ def _filled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x
 
 
-_LISTS = msgspec.msgpack.Decoder(list[bytes])
+_GATHERED: msgspec.msgpack.Decoder[list[bytes] | int] = msgspec.msgpack.Decoder(list[bytes] | int)
+"""Every rank's bytes, or how many these are where they are too many."""

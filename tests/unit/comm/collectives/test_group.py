@@ -12,7 +12,7 @@ from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.algorithm_choice import LengthChoice
 from tllm.comm.collectives.group import Group, local_groups, solo
 from tllm.comm.links import frame
-from tllm.core.errors import LinkClosed, LinkTimeout
+from tllm.core.errors import CapacityError, LinkClosed, LinkTimeout
 
 SIZES = [1, 2, 3, 4, 5]
 
@@ -140,6 +140,19 @@ def test_a_group_of_one_does_nothing() -> None:
     group.barrier()
     assert group.stats() == {}
     group.close()
+
+
+@pytest.mark.parametrize("sizes", [(40, 40, 40), (0, 101, 0), (101, 0, 0)])
+def test_all_ranks_hear_that_they_have_too_many_bytes(sizes: tuple[int, ...]) -> None:
+    """The others waited for rank 0 until their deadline."""
+
+    def work(group: Group) -> list[bytes]:
+        with pytest.raises(CapacityError, match=r"tell each other 1\d\d bytes or more, and 100 are the most"):
+            group.all_gather_bytes(bytes(sizes[group.rank]), limit=100)
+        return group.all_gather_bytes(b"abc"[: group.rank], limit=100)
+
+    assert run_ranks(local_groups(3), work) == [[b"", b"a", b"ab"]] * 3
+    assert solo().all_gather_bytes(bytes(101), limit=100) == [bytes(101)], "which tells nobody"
 
 
 def test_a_late_rank_is_named_and_the_group_is_over() -> None:
