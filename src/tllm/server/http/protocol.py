@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tllm.core.disk import open_files
 from tllm.server.http.errors import HttpError, body_of, retry_after
-from tllm.server.http.request_head import head_fault
+from tllm.server.http.request_head import has_end, head_fault
 from tllm.server.http.settings import ServerSettings
 
 DESCRIPTORS_BESIDE = 128
@@ -77,6 +77,7 @@ class _Attentive(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
     _is_counted = False
+    _looked_at = 0  # bytes of the next head among which is not its end
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -97,10 +98,15 @@ class _Attentive(H11Protocol):
             self._arm()
 
     def handle_events(self) -> None:
-        """The same, once the head that comes next is one that proxies cannot read otherwise."""
+        """The same, once the head that comes next is one that proxies cannot read otherwise.
+
+        It is looked at once, when it is whole: each look is at all of it, and it may come byte by byte.
+        """
         if self.conn.their_state is h11.IDLE:
-            fault = head_fault(self.conn.trailing_data[0], self.settings.max_header_count)
-            if fault:
+            data = self.conn.trailing_data[0]
+            is_whole = has_end(data, self._looked_at)
+            self._looked_at = 0 if is_whole else len(data)
+            if is_whole and (fault := head_fault(data, self.settings.max_header_count)):
                 self.send_400_response(fault)
                 return
         super().handle_events()

@@ -19,6 +19,11 @@ _LISTED_LENGTH = re.compile(rb"\ncontent-length[ \t]*:[ \t]*+(?![0-9]+[ \t]*\r)[
 _LENGTH, _CODING = b"content-length", b"transfer-encoding"
 
 
+def has_end(data: bytes, begin: int) -> bool:
+    """Whether a head is there to its end, which was not among the first `begin` bytes."""
+    return _END.search(data, max(0, begin - 2)) is not None
+
+
 def head_fault(data: bytes, max_headers: int) -> str:
     """What is wrong with the head that `data` begins with, "" if nothing is; a head may be there in part.
 

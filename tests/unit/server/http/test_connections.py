@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
+from tllm.server.http import protocol as protocol_module
 from tllm.server.http.protocol import DESCRIPTORS_BESIDE, Connections, protocol
+from tllm.server.http.request_head import head_fault
 from tllm.server.http.settings import ServerSettings
 
 
@@ -53,6 +58,59 @@ def test_where_all_work_there_is_no_room_until_one_rests_or_leaves() -> None:
     room.rest(links[1])
     room.rest(links[1])
     assert room.make_room() and room.busy == 0
+
+
+class Sink(asyncio.Transport):
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = b""
+
+    def write(self, data: Any) -> None:
+        self.sent += bytes(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """It stays."""
+
+
+@pytest.mark.parametrize(("last", "status"), [(b"", b"200"), (b"Content-Length: 0\r\nContent-Length: 0\r\n", b"400")])
+def test_a_head_that_comes_byte_by_byte_is_looked_at_once(
+    last: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends 32 KB so, without a key, had the server look through them 32,000 times."""
+    looked = list[bytes]()
+
+    def look(data: bytes, most: int) -> str:
+        looked.append(data)
+        return head_fault(data, most)
+
+    monkeypatch.setattr(protocol_module, "head_fault", look)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def scene() -> bytes:
+        made: Any = protocol(ServerSettings())
+        config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
+        config.load()
+        connection, sink = made(config=config, server_state=ServerState(), app_state={}), Sink()
+        connection.connection_made(sink)
+        for byte in b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 2000 + b"\r\n" + last + b"\r\n":
+            connection.data_received(bytes([byte]))
+        await asyncio.sleep(0.05)
+        connection.connection_lost(None)
+        return sink.sent
+
+    assert asyncio.run(scene()).startswith(b"HTTP/1.1 " + status)
+    assert len(looked) == 1
 
 
 @pytest.mark.parametrize(
