@@ -14,6 +14,7 @@ from itertools import chain
 
 import msgspec
 
+from tllm.cluster.messages import MEMBER_BYTES
 from tllm.cluster.settings import OUR_LINKS, Narrowing, Wiring
 from tllm.core.errors import CapacityError, ConfigError, FrameError, RequestError, counted
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
@@ -40,6 +41,9 @@ HINTS = {NO_TOKEN: "give some text, or ids"}
 """What to do about faults that do not say it themselves."""
 
 MAX_LOGPROBS = 20
+LOGPROB_BYTES, LIKELY_BYTES = 64, 16
+"""Of a prompt's token, and of each of the likeliest in its place, in the one message that has all of a prompt."""
+
 MAX_BIASED = 1024
 MAX_BANNED = 256
 MAX_PENALTY = 1e6
@@ -201,6 +205,11 @@ def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits)
             yield f"{name} {value} is not from 0 to {2**31 - 1}"
     if not 0 <= (params.prompt_logprobs or 0) <= MAX_LOGPROBS:
         yield f"prompt_logprobs {params.prompt_logprobs} is not 0 to {MAX_LOGPROBS}"
+    if params.prompt_logprobs is not None and not num_output:
+        nbytes = len(request.prompt_ids) * (LOGPROB_BYTES + LIKELY_BYTES * params.prompt_logprobs)
+        if nbytes > MEMBER_BYTES:
+            told = f"prompt_logprobs {params.prompt_logprobs} of {len(request.prompt_ids)} tokens"
+            yield f"{told} may take {nbytes} bytes, and a message holds {MEMBER_BYTES}"
     if any(not 0 <= token_id < limits.vocab_size for token_id in (*params.stop_token_ids, *params.logit_bias)):
         yield f"a stop or biased token is not in the vocabulary of {limits.vocab_size}"
     yield from _head_faults(request, limits)

@@ -236,8 +236,12 @@ class Control:
         self._loop.call_soon_threadsafe(lambda: self._channel.post(message))
 
     def deliver(self, epoch: int, outputs: list[Output]) -> None:
-        """Send new tokens to the coordinator."""
-        self.post(Outputs(epoch, tuple(outputs)))
+        """Send new tokens to the coordinator. What many prompts came to in one step may be too much for one message."""
+        parts = [tuple(outputs)]
+        if any(output.prompt_logprobs for output in outputs):
+            parts = [(output,) for output in outputs]
+        for part in parts:
+            self.post(Outputs(epoch, part))
 
     def report_break(self, epoch: int, error: LinkError) -> None:
         """Tell the coordinator that this node's part cannot go on, and that the node can."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from tllm.core.errors import CapacityError, ConfigError
-from tllm.engine.schedule.limits import EngineConfig, limits_of
+from tests.unit.engine.kits import request
+from tllm.core.errors import CapacityError, ConfigError, RequestError
+from tllm.engine.schedule.batch import PLAIN_GREEDY
+from tllm.engine.schedule.limits import (
+    LIKELY_BYTES,
+    LOGPROB_BYTES,
+    MAX_LOGPROBS,
+    EngineConfig,
+    check_request,
+    limits_of,
+)
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
+from tllm.spec.request import TokenLogprobs
 
 CONFIG = dict(
     model_type="llama",
@@ -62,3 +73,14 @@ def test_prefixes_are_shared_where_keys_do_not_depend_on_the_length() -> None:
 def test_what_does_not_fit_is_refused(config: EngineConfig, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         limits_of(SPEC, WHOLE, config)
+
+
+def test_what_a_prompt_comes_to_fits_the_message_that_has_it() -> None:
+    """Else the message ended the channel of the node that sent it, in each epoch anew."""
+    large = TokenLogprobs(2**31, -1.5, ((2**31, -1.5),) * MAX_LOGPROBS, 2**31)
+    assert len(msgspec.msgpack.encode(large)) <= LOGPROB_BYTES + MAX_LOGPROBS * LIKELY_BYTES
+    assert len(msgspec.msgpack.encode(large.cut(0))) <= LOGPROB_BYTES
+    sizes = limits_of(SPEC, WHOLE, EngineConfig())
+    for top, words in ((MAX_LOGPROBS, r"prompt_logprobs 20 of 180000 tokens may take \d+ bytes"), (0, "context holds")):
+        with pytest.raises(RequestError, match=words):
+            check_request(request("a", [1] * 180_000, prompt_logprobs=top), (), PLAIN_GREEDY, sizes, ())

@@ -15,12 +15,13 @@ import pytest
 
 from tests.unit.cluster.kits import facts
 from tllm.cluster.connection import Unreachable
-from tllm.cluster.messages import Attached, Cancel, Failure, Heartbeat, Message, Shutdown, Stop
+from tllm.cluster.messages import Attached, Cancel, Failure, Heartbeat, Message, Outputs, Shutdown, Stop
 from tllm.core.errors import INTERRUPTED, ClusterError
 from tllm.core.timing import AwakeClock
 from tllm.engine.driver import CancelRequest
 from tllm.node.roles import control as control_module
 from tllm.node.roles.control import Control, HeartbeatExchange
+from tllm.spec.request import Output, TokenLogprobs
 
 REJOIN = 0.3
 
@@ -105,6 +106,17 @@ def places(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int
 
     monkeypatch.setattr(control_module, "attach", attach)
     return told
+
+
+def test_what_many_prompts_came_to_at_once_goes_in_several_messages() -> None:
+    """All together could be more than a message holds."""
+    sent = list[Outputs]()
+    plain = [Output(request_id=name, token_ids=(1,)) for name in "ab"]
+    large = [msgspec.structs.replace(one, prompt_logprobs=(None, TokenLogprobs(1, -1.0))) for one in plain]
+    for outputs in (plain, [plain[0], large[1]], large):
+        Control.deliver(SimpleNamespace(post=sent.append), 3, outputs)  # type: ignore[arg-type]
+    assert [len(message.outputs) for message in sent] == [2, 1, 1, 1, 1]
+    assert [one for message in sent for one in message.outputs] == [*plain, plain[0], large[1], *large]
 
 
 def test_a_node_waits_for_its_coordinator_by_name_and_gives_up_in_time(
