@@ -44,10 +44,12 @@ class FileTransfer(NamedTuple):
 def bring_list(disk: DurableDisk, root: Path, step: int, group: Group) -> None:
     """Let every rank have the list of a save; those without the save's folder make it. All ranks call."""
     path = folders.folder_of(root, step) / NAME
-    texts = group.all_gather_bytes(path.read_bytes() if path.is_file() else b"", LIMIT)
-    text = next((text for text in texts if text), None)
-    if text is None:
+    mine = path.read_bytes() if path.is_file() else b""
+    found = group.all_gather_bytes(bytes([bool(mine)]))
+    source = next((rank for rank, has in enumerate(found) if any(has)), None)
+    if source is None:
         raise WeightsError(f"no node has the list of the save of step {step}", "start the nodes that took part in it")
+    text = group.broadcast_bytes(mine if group.rank == source else None, source, LIMIT)
     for rank in range(group.size):  # in turn, as ranks may share the folder
         if rank == group.rank and not path.is_file():
             with _written(path):

@@ -9,16 +9,20 @@ import pytest
 import torch
 import transformers
 
+from tests.support.comm.ranks import run_ranks
 from tests.support.models.families import save_model
 from tests.support.models.packed_causal import PackedCausal
 from tests.unit.training.saves import Cut, Truth, held, on_ranks, world
+from tllm.comm.collectives.group import Group, local_groups
 from tllm.core.errors import WeightsError
 from tllm.model.transformer import build
 from tllm.parallel.mesh import whole
 from tllm.spec.families import spec_from_config
+from tllm.training.checkpoint import fetch_files
 from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.checkpoint.checkpoint import export_checkpoint, open_folder
-from tllm.training.checkpoint.manifest import VERSION, CheckpointManifest, StoredFile, decode, encode
+from tllm.training.checkpoint.durable_disk import DurableDisk
+from tllm.training.checkpoint.manifest import NAME, VERSION, CheckpointManifest, StoredFile, decode, encode
 from tllm.training.state.tensor_blocks import model_blocks
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.load import load
@@ -94,3 +98,20 @@ def test_from_a_folder_through_a_save_to_a_folder(tmp_path: Path, case: str) -> 
     assert all(torch.equal(state[name], tensor) for name, tensor in there.state_dict().items())
     with pytest.raises(WeightsError, match="exists already"):
         export_checkpoint(checkpoints.open(), tmp_path / "run" / "final", config)
+
+
+def test_the_list_of_a_save_comes_from_one_rank_to_those_that_lack_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came from every rank that has it, to all: those of a large run together were more than ranks may tell."""
+    lists = [tmp_path / str(rank) / "step-7" / NAME for rank in range(3)]
+    for path in lists[1:]:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"list" * 10)
+    monkeypatch.setattr(fetch_files, "LIMIT", 50)
+
+    def work(group: Group) -> None:
+        fetch_files.bring_list(DurableDisk(), lists[group.rank].parent.parent, 7, group)
+
+    run_ranks(local_groups(3), work)
+    assert [path.read_bytes() for path in lists] == [b"list" * 10] * 3
