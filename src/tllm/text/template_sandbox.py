@@ -72,6 +72,8 @@ COMPARING = (
     "upper",
 )
 """Tests that look at all that two values hold, or at their texts."""
+REFUSED_METHODS = ("translate", "encode", "to_bytes")
+"""Of texts and numbers: the first may multiply a text, and bytes have all methods of texts once more, unwatched."""
 
 
 class _Budget:
@@ -237,6 +239,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """A call from a template; methods of a text that could multiply it are checked before."""
         self.tick()
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the base class wraps `format`
+        if isinstance(owner, str | int) and getattr(obj, "__name__", "") in REFUSED_METHODS:
+            raise TemplateLimit(f"a template may not call {obj.__name__}")
         if isinstance(owner, str):
             args = tuple(map(_whole, args))
             given = (*args, *kwargs.values())
@@ -244,8 +248,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_growth(len(owner), given)
             if getattr(obj, "__name__", "") in ("format", "format_map"):
                 _check_format(owner, given)
-            if getattr(obj, "__name__", "") == "translate":
-                raise TemplateLimit("a template may not translate a text")
         return super().call(context, obj, *args, **kwargs)
 
 

@@ -203,6 +203,8 @@ HOSTILE = {
     "nested": "{% set x = ['x' * 9000000] * 1000 %}{{ x }}",
     "tabs": "{{ 'a\tb'.expandtabs(tabsize=2000000000) | length }}",
     "filler": "{{ lipsum(n=100000000) }}",
+    "bytes": "{{ 'x'.encode().ljust(500000000) | length }}",
+    "bytes of a number": "{{ (1).to_bytes(500000000, 'big') | length }}",
     "numbers": TOWERS["numbers"] + "{{ n.a % 7 }}",
     **{f"tower {use}": TOWERS["lists"] + use for use in TOWERS_USED},
 }
