@@ -202,6 +202,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return ""
 
     @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """What a macro or a block has written, as one text: what stands in the template itself is no value, and is
+        looked at here alone."""
+        written = list(parts)
+        _spend(sum(map(len, written)))
+        return "".join(written)
+
+    @staticmethod
     def weighed(value: Any) -> Any:
         """A value that is to be compared, for which all that it holds may be looked at."""
         _check_weight(value)
@@ -284,12 +292,19 @@ def _whole(value: Any) -> Any:
 def _written(value: Any) -> Any:
     """What is written of an expression: it counts among all that is."""
     _check_weight(value)
+    if isinstance(value, str):
+        _spend(len(value))
+    return value
+
+
+def _spend(length: int) -> None:
+    """So many characters are written."""
+    _check_size(length)
     budget = _budget.get()
-    if budget is not None and isinstance(value, str):
-        budget.left -= len(value)
+    if budget is not None:
+        budget.left -= length
         if budget.left < 0:
             raise TemplateLimit(f"the template writes more than {MAX_WRITTEN} characters in all")
-    return value
 
 
 def _check_growth(length: int, given: Iterable[Any]) -> None:

@@ -200,6 +200,7 @@ HOSTILE = {
     "joined": "{% set x = 'x' * 9000000 %}{{ ([x] * 1000) | join | length }}",
     "tilde": "{% set n = namespace(s='x' * 9000000) %}{% for i in range(9) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "block": "{% set x = 'x' * 9000000 %}{% set b %}" + "{{ x }}" * 90 + "{% endset %}",
+    "own words": "{% set b %}{% for _ in range(4000) %}" + "x" * 100000 + "{% endfor %}{% endset %}{{ b | length }}",
     "nested": "{% set x = ['x' * 9000000] * 1000 %}{{ x }}",
     "tabs": "{{ 'a\tb'.expandtabs(tabsize=2000000000) | length }}",
     "filler": "{{ lipsum(n=100000000) }}",
