@@ -377,10 +377,12 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes < > & for web pages; models were trained on plain JSON
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return encoder.encode(value)
+    parts, length = list[str](), 0
+    for part in encoder.iterencode(value):  # an indent is written for each line, and deeper ones several times
+        length += len(part)
+        _check_size(length)
+        parts.append(part)
+    return "".join(parts)

@@ -195,6 +195,7 @@ HOSTILE = {
     "filter width": "{{ '%02000000000d' | format(1) }}",
     "center": "{{ 'x' | center(2000000000) }}",
     "indent": "{{ [1] | tojson(indent=2000000000) }}",
+    "indent of many": "{{ {'a': range(40000) | list} | tojson(indent=10000) | length }}",
     "batch": "{{ [1] | batch(2000000000, 'x') | list }}",
     "swap": "{% set x = 'x' * 1000000 %}{{ x | replace('x', x) }}",
     "joined": "{% set x = 'x' * 9000000 %}{{ ([x] * 1000) | join | length }}",
