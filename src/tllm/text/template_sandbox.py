@@ -264,6 +264,8 @@ def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(made)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if _budget.get() is None:  # Jinja would write what comes of constants into the template's code
+            raise nodes.Impossible
         Sandbox.tick()
         before = args[: hasattr(made, "jinja_pass_arg")]
         value, *others = args[len(before) :]

@@ -195,6 +195,7 @@ HOSTILE = {
     "filter width": "{{ '%02000000000d' | format(1) }}",
     "center": "{{ 'x' | center(2000000000) }}",
     "indent": "{{ [1] | tojson(indent=2000000000) }}",
+    "batch of a constant": "{% set x = [1] | batch(1000000, 'x') | list %}{{ x | length }}",
     "indent of many": "{{ {'a': range(40000) | list} | tojson(indent=10000) | length }}",
     "batch": "{{ [1] | batch(2000000000, 'x') | list }}",
     "swap": "{% set x = 'x' * 1000000 %}{{ x | replace('x', x) }}",
