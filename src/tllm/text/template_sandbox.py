@@ -247,14 +247,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """A call from a template; methods of a text that could multiply it are checked before."""
         self.tick()
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the base class wraps `format`
-        if isinstance(owner, str | int) and getattr(obj, "__name__", "") in REFUSED_METHODS:
-            raise TemplateLimit(f"a template may not call {obj.__name__}")
+        name = getattr(obj, "__name__", "")
+        if isinstance(owner, str | int) and name in REFUSED_METHODS:
+            raise TemplateLimit(f"a template may not call {name}")
+        if "strftime" in name:  # whose fields may have widths; Python gives up at so many times the form's length
+            _check_size(256 * max((len(one) for one in (*args, *kwargs.values()) if isinstance(one, str)), default=0))
         if isinstance(owner, str):
             args = tuple(map(_whole, args))
             given = (*args, *kwargs.values())
             _check_weight(given)
             _check_growth(len(owner), given)
-            if getattr(obj, "__name__", "") in ("format", "format_map"):
+            if name in ("format", "format_map"):
                 _check_format(owner, given)
         return super().call(context, obj, *args, **kwargs)
 

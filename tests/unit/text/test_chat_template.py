@@ -205,6 +205,7 @@ HOSTILE = {
     "own words": "{% set b %}{% for _ in range(4000) %}" + "x" * 100000 + "{% endfor %}{% endset %}{{ b | length }}",
     "nested": "{% set x = ['x' * 9000000] * 1000 %}{{ x }}",
     "tabs": "{{ 'a\tb'.expandtabs(tabsize=2000000000) | length }}",
+    "date": "{{ strftime_now('%999d' * 400000) | length }}",
     "filler": "{{ lipsum(n=100000000) }}",
     "bytes": "{{ 'x'.encode().ljust(500000000) | length }}",
     "bytes of a number": "{{ (1).to_bytes(500000000, 'big') | length }}",
