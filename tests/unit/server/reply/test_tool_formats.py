@@ -255,6 +255,18 @@ def test_a_reply_without_tools_has_no_calls() -> None:
     assert merged([*parser.push(text), *parser.finish("stop", None)]).text == text
 
 
+def test_gpt_oss_calls_nothing_where_no_tools_are_offered() -> None:
+    """As with `tool_choice` "none" after turns with calls: a client that offers nothing could not run them."""
+    parser = ReplyParsers("openai", "openai_gptoss").parser("", None, {})
+    text = (
+        "<|channel|>analysis<|message|>Again.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    whole = merged([*parser.push(text), *parser.finish("stop", None)])
+    assert (whole.reasoning, whole.text, whole.calls) == ("Again.", '{"a": 1}', [])
+    assert whole.finish == ReplyFinish("stop")
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [
