@@ -122,6 +122,15 @@ def test_a_choice_of_tools_holds_the_reply(choice: dict[str, Any], kind: str) ->
     assert (grammar.kind if grammar is not None else "") == kind
 
 
+def test_a_strict_tool_whose_schema_cannot_be_followed_is_refused() -> None:
+    odd = {"type": "object", "properties": {"b": {"type": "string", "pattern": "(?=x)"}}}
+    for strict, status in ((None, 200), (True, 400)):
+        tools = [{"name": "f", "input_schema": odd, "strict": strict}]
+        reply = post(over(say(" x")), "/v1/messages", {**ASKED, "tools": tools})
+        assert reply.status_code == status
+    assert "the tool f is strict" in reply.json()["error"]["message"]
+
+
 def test_sampling_fields_mean_what_they_say() -> None:
     engine = say(" one two")
     fields = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "stop_sequences": [" two"]}

@@ -52,6 +52,7 @@ class MessageTool(msgspec.Struct, kw_only=True):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class MessageToolChoice(msgspec.Struct, kw_only=True):
@@ -217,7 +218,9 @@ def _tool(tool: MessageTool) -> Tool:
         kind = f"of type {tool.type[:50]!r} " if tool.type else ""
         message = f"the tool {tool.name[:80]!r} {kind}has no input_schema: this server runs no tools itself"
         raise RequestError(message, "leave it out, or give a tool that the client runs", "tools")
-    function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    function = FunctionTool(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
     return Tool(type="function", function=function)
 
 
