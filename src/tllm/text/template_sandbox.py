@@ -76,6 +76,8 @@ COMPARING = (
     "upper",
 )
 """Tests that look at all that two values hold, or at their texts or hashes."""
+REFUSED_METHODS = ("translate", "encode", "to_bytes")
+"""Of texts and numbers: the first may multiply a text, and bytes have all methods of texts once more, unwatched."""
 
 
 class _Budget:
@@ -137,7 +139,7 @@ class _Weighed(NodeTransformer):
 
 
 def _weighed(value: nodes.Expr) -> nodes.Expr:
-    return nodes.Call(nodes.EnvironmentAttribute("weighed"), [value], [], None, None).set_lineno(value.lineno)
+    return nodes.Call(nodes.EnvironmentAttribute("weighed"), [value], [], None, None, lineno=value.lineno)
 
 
 class _Names(Namespace):
@@ -214,6 +216,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return ""
 
     @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """What a macro or a block has written, as one text: what stands in the template itself is no value, and is
+        looked at here alone."""
+        written = list(parts)
+        _spend(sum(map(len, written)))
+        return "".join(written)
+
+    @staticmethod
     def weighed(value: Any) -> Any:
         """A value that is to be compared or hashed, for which all that it holds may be looked at."""
         _check_weight(value)
@@ -259,17 +269,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         methods of a text that could multiply it are checked before."""
         self.tick()
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # the base class wraps `format`
+        name = getattr(obj, "__name__", "")
+        if isinstance(owner, str | int) and name in REFUSED_METHODS:
+            raise TemplateLimit(f"a template may not call {name}")
         if not isinstance(obj, Macro):
             args = tuple(map(_whole, args))
             _check_weight((*args, *kwargs.values()))
         if isinstance(owner, str):
             given = (*args, *kwargs.values())
             _check_growth(len(owner), given)
-            if getattr(obj, "__name__", "") in ("format", "format_map"):
+            if name in ("format", "format_map"):
                 _check_format(owner, given)
                 _check_repeated(owner, given)
-            if getattr(obj, "__name__", "") == "translate":
-                raise TemplateLimit("a template may not translate a text")
         return super().call(context, obj, *args, **kwargs)
 
 
@@ -278,6 +289,8 @@ def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(made)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if _budget.get() is None:  # Jinja would write what comes of constants into the template's code
+            raise nodes.Impossible
         Sandbox.tick()
         before = args[: hasattr(made, "jinja_pass_arg")]
         value, *others = args[len(before) :]
@@ -308,12 +321,19 @@ def _whole(value: Any) -> Any:
 def _written(value: Any) -> Any:
     """What is written of an expression: it counts among all that is."""
     _check_weight(value)
+    if isinstance(value, str):
+        _spend(len(value))
+    return value
+
+
+def _spend(length: int) -> None:
+    """So many characters are written."""
+    _check_size(length)
     budget = _budget.get()
-    if budget is not None and isinstance(value, str):
-        budget.left -= len(value)
+    if budget is not None:
+        budget.left -= length
         if budget.left < 0:
             raise TemplateLimit(f"the template writes more than {MAX_WRITTEN} characters in all")
-    return value
 
 
 def _check_growth(length: int, given: Iterable[Any]) -> None:
@@ -393,10 +413,12 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes < > & for web pages; models were trained on plain JSON
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return encoder.encode(value)
+    parts, length = list[str](), 0
+    for part in encoder.iterencode(value):  # an indent is written for each line, and deeper ones several times
+        length += len(part)
+        _check_size(length)
+        parts.append(part)
+    return "".join(parts)

@@ -122,6 +122,22 @@ def test_a_choice_of_tools_holds_the_reply(choice: dict[str, Any], kind: str) ->
     assert (grammar.kind if grammar is not None else "") == kind
 
 
+def test_a_strict_tool_whose_schema_cannot_be_followed_is_refused() -> None:
+    odd = {"type": "object", "properties": {"b": {"type": "string", "pattern": "(?=x)"}}}
+    for strict, status in ((None, 200), (True, 400)):
+        tools = [{"name": "f", "input_schema": odd, "strict": strict}]
+        reply = post(over(say(" x")), "/v1/messages", {**ASKED, "tools": tools})
+        assert reply.status_code == status
+    assert "the tool f is strict" in reply.json()["error"]["message"]
+
+
+def test_servers_of_tools_are_refused_by_name() -> None:
+    servers = [{"type": "url", "url": "https://example.com/sse", "name": "mine"}]
+    reply = post(over(say(" x")), "/v1/messages", {**ASKED, "mcp_servers": servers})
+    assert reply.status_code == 400 and "mcp_servers is not supported" in reply.json()["error"]["message"]
+    assert post(over(say(" x")), "/v1/messages", {**ASKED, "mcp_servers": []}).status_code == 200
+
+
 def test_sampling_fields_mean_what_they_say() -> None:
     engine = say(" one two")
     fields = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "stop_sequences": [" two"]}
@@ -149,8 +165,9 @@ def test_the_assistants_last_words_are_gone_on_with() -> None:
 def test_output_config_asks_for_a_form() -> None:
     engine = say(" x")
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    assert post(over(engine), "/v1/messages", {**ASKED, "output_config": form}).status_code == 200
-    assert engine.submitted[-1].params.grammar is not None
+    for asks in ({"output_config": form}, {"output_format": form["format"]}):  # the latter is its older name
+        assert post(over(engine), "/v1/messages", {**ASKED, **asks}).status_code == 200
+        assert engine.submitted[-1].params.grammar is not None
     assert post(over(say()), "/v1/messages", {**ASKED, "output_config": {"format": {"type": "xml"}}}).status_code == 400
 
 

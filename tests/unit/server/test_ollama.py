@@ -16,6 +16,7 @@ from tests.unit.server.kit import TOKENIZER, get, post, said, say, serve
 from tests.unit.server.test_tools import SAID, TEMPLATE, TOOLS
 from tllm.core.errors import ClusterError
 from tllm.server.app import App
+from tllm.server.ollama.requests import OllamaCall, OllamaChatRequest, OllamaFunction, OllamaMessage, as_chat
 
 _T = TypeVar("_T")
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
@@ -138,6 +139,19 @@ def test_a_conversation_with_results_of_tools_reaches_the_template() -> None:
     ]
     by_client(over(engine), lambda client: client.chat("tiny", messages, tools=TOOLS))
     assert prompt_of(engine) == "<user>hi<assistant>7<tool>seven[f][g]<assistant>"
+
+
+def test_a_result_belongs_to_the_call_of_its_tool() -> None:
+    """Tools end in any order, and templates that write the ids of calls, as Mistral's do, would name the wrong one."""
+
+    def ids(*results: str | None) -> list[str | None]:
+        calls = [OllamaCall(function=OllamaFunction(name=name)) for name in ("f", "g", "g")]
+        messages = [OllamaMessage(role="assistant", tool_calls=calls)]
+        messages += [OllamaMessage(role="tool", content="x", tool_name=name) for name in results]
+        return [one.tool_call_id for one in as_chat(OllamaChatRequest(model="m", messages=messages)).messages[1:]]
+
+    assert ids("g", "f", "g", "g") == ["call_0_1", "call_0_0", "call_0_2", None]
+    assert ids(None, None, None) == ["call_0_0", "call_0_1", "call_0_2"]
 
 
 def test_options_mean_what_they_say() -> None:

@@ -162,7 +162,8 @@ class Account:
             self.sequences, self.concurrent = self.sequences - count, self.concurrent - 1
             charge.close()
             if charge.has_begun:
-                self._reply_tokens += NEW_REPLY_WEIGHT * (charge.generated - self._reply_tokens)
+                if charge.generated:  # an embedding is no reply
+                    self._reply_tokens += NEW_REPLY_WEIGHT * (charge.generated - self._reply_tokens)
                 self._request_seconds += NEW_REPLY_WEIGHT * (self._clock() - began - self._request_seconds)
 
     def headers(self) -> dict[str, str]:

@@ -52,6 +52,7 @@ class MessageTool(msgspec.Struct, kw_only=True):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class MessageToolChoice(msgspec.Struct, kw_only=True):
@@ -90,7 +91,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
     store: bool | None = None  # ours: the reply may be taken up again
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
     container: Refused = None
+    mcp_servers: Refused = None
 
 
 class MessagesChat(ChatRequest, kw_only=True):
@@ -122,8 +125,9 @@ def as_chat(request: CountTokensRequest) -> MessagesChat:
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
         chat.stop = list(request.stop_sequences or ()) or None
         refuse(request, MessagesRequest)
-        chat.response_format = _output_format(request.output_config)
-        effort = (request.output_config or {}).get("effort")
+        config = {"format": request.output_format, **(request.output_config or {})}
+        chat.response_format = _output_format(config["format"])
+        effort = config.get("effort")
         chat.reasoning_effort = effort if isinstance(effort, str) else None
     return chat
 
@@ -217,7 +221,9 @@ def _tool(tool: MessageTool) -> Tool:
         kind = f"of type {tool.type[:50]!r} " if tool.type else ""
         message = f"the tool {tool.name[:80]!r} {kind}has no input_schema: this server runs no tools itself"
         raise RequestError(message, "leave it out, or give a tool that the client runs", "tools")
-    function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    function = FunctionTool(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    )
     return Tool(type="function", function=function)
 
 
@@ -233,9 +239,8 @@ def _tool_choice(choice: MessageToolChoice | None) -> ToolChoice | None:
     return choice.type
 
 
-def _output_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`output_config.format` as a `response_format`."""
-    wanted = (config or {}).get("format")
+def _output_format(wanted: Any) -> dict[str, Any] | None:
+    """`output_config.format`, or `output_format` by its older name, as a `response_format`."""
     if wanted is None:
         return None
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema" or "schema" not in wanted:

@@ -69,7 +69,7 @@ class OllamaFunction(msgspec.Struct, kw_only=True):
 
 
 class OllamaCall(msgspec.Struct, kw_only=True):
-    """A call of a tool. ollama's calls have no ids: a result belongs to the call in its place."""
+    """A call of a tool. They have no ids here: a result belongs to the first call of its `tool_name` that has none."""
 
     function: OllamaFunction
 
@@ -158,16 +158,18 @@ class OllamaCompletion(CompletionRequest, kw_only=True):
 
 def as_chat(request: OllamaChatRequest) -> ChatRequest:
     """The same as a chat."""
-    messages, calls = list[RequestMessage](), list[str]()
+    messages, calls = list[RequestMessage](), dict[str, str]()  # names of calls without a result, by their ids
     for place, message in enumerate(request.messages):
         _no_images(message.images)
         said = RequestMessage(role=message.role, content=message.content, reasoning_content=message.thinking)
         if message.tool_calls:
-            calls = [f"call_{place}_{number}" for number in range(len(message.tool_calls))]
+            calls = {f"call_{place}_{number}": call.function.name for number, call in enumerate(message.tool_calls)}
             said.tool_calls = [_call(call, call_id) for call, call_id in zip(message.tool_calls, calls, strict=True)]
         if message.role == "tool":
-            said.name = message.tool_name
-            said.tool_call_id = calls.pop(0) if calls else None
+            said.name, first = message.tool_name, next(iter(calls), None)
+            said.tool_call_id = next((one for one, name in calls.items() if name == said.name), first)
+            if said.tool_call_id is not None:
+                del calls[said.tool_call_id]
         messages.append(said)
     chat = OllamaChat(model=named(request.model), messages=messages, tools=request.tools)
     return _with_options(chat, request)

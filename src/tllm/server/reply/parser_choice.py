@@ -110,7 +110,7 @@ class ReplyParsers:
         """
         given = schemas or {}
         if self.is_harmony and reply is None:
-            return ReplyParser(harmony)
+            return ReplyParser(lambda scanner: harmony(scanner, may_call=bool(given)))
         named = TOOL_FORMATS.get(self.tools) if given else None
         own = reply or named
         rest: Parser = plain_text if own is None else lambda scanner: own(scanner, given)

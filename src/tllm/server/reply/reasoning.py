@@ -58,10 +58,11 @@ def is_message_open(prompt: str) -> bool:
     return prompt.rfind("<|message|>") > max(prompt.rfind(mark) for mark in HARMONY_ENDS)
 
 
-def harmony(scanner: Scanner) -> Steps[None]:
+def harmony(scanner: Scanner, may_call: bool) -> Steps[None]:
     """gpt-oss: `<|channel|>NAME to=functions.f <|message|>…<|end|>`, and so on; the prompt has written the start.
 
-    The channel `analysis` is reasoning, a message to a function is a call, and all else is text.
+    The channel `analysis` is reasoning, a message to a function is a call where there are any to call, and all else is
+    text.
     """
     calls, ended = 0, ""
     while True:
@@ -72,7 +73,7 @@ def harmony(scanner: Scanner) -> Steps[None]:
                 yield from scanner.until((), TextPiece)
             return
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if recipient is not None:
+        if recipient is not None and may_call:
             yield ToolCallBegin(calls, recipient[1])
             yield from json_pieces(scanner, calls)
             calls += 1

@@ -53,6 +53,20 @@ class Scanner:
         self.text = self.text[len(mark) :]
         return True
 
+    def breaks_off(self, marks: tuple[str, ...]) -> bool:
+        """Whether the reply ended before one of these texts was whole; what there is of it is left out."""
+        if not self.is_ended or not any(mark.startswith(self.text) for mark in marks):
+            return False
+        self.text = ""
+        return True
+
+    def end(self, mark: str) -> Steps[None]:
+        """Read the text that ends something, or what a reply that broke off has of it, and white space around."""
+        yield from self.skip_space()
+        if not (yield from self.take(mark)):
+            self.breaks_off((mark,))
+        yield from self.skip_space()
+
     def until(self, marks: tuple[str, ...], emit: Emit, strip: bool = False) -> Steps[str]:
         """Emit what stands before the first of these marks, and read it; gives the mark, or "" at the end.
 

@@ -41,9 +41,7 @@ def hermes(scanner: Scanner, schemas: Schemas) -> Steps[None]:
             yield TextPiece(begun + refused)
             continue
         calls += 1
-        yield from scanner.skip_space()
-        yield from scanner.take("</tool_call>")
-        yield from scanner.skip_space()
+        yield from scanner.end("</tool_call>")
 
 
 def llama3_json(scanner: Scanner, schemas: Schemas) -> Steps[None]:
@@ -131,9 +129,7 @@ def qwen3_coder(scanner: Scanner, schemas: Schemas) -> Steps[None]:
             continue
         yield from _parameters(scanner, QWEN3_CODER, calls, name.strip(), schemas)
         calls += 1
-        yield from scanner.skip_space()
-        yield from scanner.take("</tool_call>")
-        yield from scanner.skip_space()
+        yield from scanner.end("</tool_call>")
 
 
 def glm45(scanner: Scanner, schemas: Schemas) -> Steps[None]:
@@ -175,7 +171,7 @@ def _parameters(scanner: Scanner, marks: ParameterMarks, index: int, name: str, 
     is_ended = False
     for mark in marks.end_of_call:
         is_ended = is_ended or (yield from scanner.take(mark))
-    if is_ended or scanner.text:
+    if is_ended or not scanner.breaks_off((marks.parameter, *marks.end_of_call)):
         yield ArgumentsPiece(index, "{}" if separator == "{" else "}")
 
 

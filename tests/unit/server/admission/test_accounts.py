@@ -96,6 +96,15 @@ def test_tokens_are_charged_as_expected_and_corrected_at_the_end() -> None:
     assert alice.headers()["x-ratelimit-remaining-tokens"] == "899", "100 of the prompt and 1 of the reply"
 
 
+def test_embeddings_do_not_make_replies_seem_short() -> None:
+    """Else a key that embeds a lot could begin any number of chats at once, which then take more than it may."""
+    alice = account(Clock(), tokens_per_minute=1000)
+    for _ in range(100):
+        use(alice, 1, 0)
+    with alice.charged(1, 100, 100_000) as charge:
+        assert charge.taken == 100 + FIRST_REPLY_TOKENS
+
+
 def test_a_reply_longer_than_expected_is_charged_as_it_grows() -> None:
     alice = account(Clock(), tokens_per_minute=1000)
     with alice.charged(1, 100, 100_000) as charge:

@@ -8,6 +8,8 @@ from importlib.resources import files
 import pytest
 
 from tests.unit.server.kit import get, refusal, say, serve
+from tllm.server.live.run_log import KEPT_STEPS
+from tllm.server.live.samples import KEPT_SAMPLES
 
 FILES = {entry.name: entry.read_text() for entry in files("tllm.server.page").joinpath("files").iterdir()}
 
@@ -52,3 +54,9 @@ def test_the_page_does_what_its_policy_allows() -> None:
     for name, text in FILES.items():
         if name.endswith(".js"):
             assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\.style\b", text), name
+
+
+def test_the_page_keeps_as_many_samples_as_the_server() -> None:
+    """A page that was open for an hour drew the hour, as "the last ten minutes"."""
+    kept = dict(re.findall(r'"(/v1/\w+/live)": (\d+)', FILES["history.js"]))
+    assert kept == {"/v1/cluster/live": str(KEPT_SAMPLES), "/v1/training/live": str(KEPT_STEPS)}

@@ -108,6 +108,34 @@ CASES: dict[str, tuple[ReplyParsers, str, str, str, list[tuple[str, str]]]] = {
         "|",
         [("f", '{"a": 1')],
     ),
+    "qwen3_coder, broken off before a parameter": (
+        ReplyParsers("qwen3_coder"),
+        "",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<param",
+        "|",
+        [("f", '{"a": 1')],
+    ),
+    "qwen3_coder, broken off in its end": (
+        ReplyParsers("qwen3_coder"),
+        "",
+        "<tool_call>\n<function=g>\n</function>\n</tool_",
+        "|",
+        [("g", "{}")],
+    ),
+    "glm45, broken off before a parameter": (
+        ReplyParsers("glm45"),
+        "",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg",
+        "|",
+        [("f", '{"a": 1')],
+    ),
+    "hermes, broken off in its end": (
+        ReplyParsers("hermes"),
+        "",
+        '<tool_call>{"name": "g", "arguments": {}}\n</tool',
+        "|",
+        [("g", "{}")],
+    ),
     "glm45": (
         ReplyParsers("glm45", "glm45"),
         "",
@@ -253,6 +281,18 @@ def test_a_reply_without_tools_has_no_calls() -> None:
     parser = ReplyParsers("hermes").parser("", None, {})
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert merged([*parser.push(text), *parser.finish("stop", None)]).text == text
+
+
+def test_gpt_oss_calls_nothing_where_no_tools_are_offered() -> None:
+    """As with `tool_choice` "none" after turns with calls: a client that offers nothing could not run them."""
+    parser = ReplyParsers("openai", "openai_gptoss").parser("", None, {})
+    text = (
+        "<|channel|>analysis<|message|>Again.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    whole = merged([*parser.push(text), *parser.finish("stop", None)])
+    assert (whole.reasoning, whole.text, whole.calls) == ("Again.", '{"a": 1}', [])
+    assert whole.finish == ReplyFinish("stop")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 // What the server has said of its last minutes: its samples and events, and what a time of several samples was like.
 
-const KEPT_SAMPLES = 5000;
+const KEPT = { "/v1/cluster/live": 600, "/v1/training/live": 5000 }; // samples: ten minutes; steps of a run
 const KEPT_EVENTS = 200;
 const BUSY_SECONDS = 5; // over which shares of time and rates are averaged
 
@@ -28,7 +28,7 @@ export class History {
       this.events = [];
       return false;
     }
-    this.samples = [...this.samples, ...report.samples].slice(-KEPT_SAMPLES);
+    this.samples = [...this.samples, ...report.samples].slice(-KEPT[this.source]);
     this.events = [...this.events, ...report.events].slice(-KEPT_EVENTS);
     return true;
   }
