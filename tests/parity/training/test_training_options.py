@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from tests.support.models.families import save_model
 from tests.support.selection import soak_but
 from tests.support.training.runs import final, job_for, records, short_job, train
 from tests.support.training.training_step import furthest
+from tllm.core.errors import NonFiniteError
 from tllm.training.job.job import Job
 from tllm.training.report.metrics import StepRecord
+from tllm.training.sync.learner import SynchronousLearner
 
 ExactRun = Callable[[str], tuple[list[StepRecord], Path]]
 """The run under a plan that sends everything: its records, and its folder."""
@@ -91,6 +94,19 @@ def test_to_stop_and_go_on_is_not_to_be_seen(way: str, model: Path, tmp_path: Pa
     train(short_job(model, tmp_path / "parts", **more), "dp=2")
     off, name = furthest(final(tmp_path / "parts"), final(tmp_path / "whole"))
     assert off < (1e-12 if "powersgd" not in way else 1e-6), name
+
+
+def test_a_loss_that_is_no_number_ends_its_own_step_though_sums_come_late(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = SynchronousLearner.apply_gradients
+
+    def at_step_3(learner: SynchronousLearner, step: int, learning_rate: float, loss_sum: float) -> float:
+        return apply(learner, step, learning_rate, math.nan if step == 3 else loss_sum)
+
+    monkeypatch.setattr(SynchronousLearner, "apply_gradients", at_step_3)
+    with pytest.raises(NonFiniteError, match=r"step 3 went bad: the loss is nan on rank 0"):
+        train(short_job(model, tmp_path / "run", delay_steps=1), "dp=2")
 
 
 @pytest.mark.slow

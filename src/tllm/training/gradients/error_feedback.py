@@ -35,6 +35,14 @@ class Residuals:
             self._runs[number] = torch.zeros(bucket.size, dtype=update_dtype(first.dtype), device=first.device)
         return self._runs[number]
 
+    def settle(self, number: int, run: Tensor) -> Tensor:
+        """On a rank alone: `run` with all that is outstanding, as replicas that are gone have left it. A rank that has
+        nobody to send to loses nothing on the way."""
+        if number in self._runs:
+            run.add_(self._runs[number])
+            self._runs[number].zero_()
+        return run
+
     def consolidate(self) -> None:
         """Sum the residuals exactly and leave each range on the rank that keeps it. Every rank of a group calls it.
 

@@ -215,7 +215,8 @@ class GradientBuckets:
         for number in range(len(self._under_way), stop):
             del self.accumulator.flat[number][1:]
             if self._thread is None:
-                self._reduced[number] = self.accumulator.flat[number][0]
+                flat, group = self.accumulator.flat[number][0], self.layout.group_of(number)
+                self._reduced[number] = self.reduction.all_reduce(number, flat, group)
                 done: Future[None] = Future()
                 done.set_result(None)
             else:

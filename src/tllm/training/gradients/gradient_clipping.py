@@ -83,17 +83,19 @@ class GradientNorm:
         loss: float = 0.0,
         weights: Callable[[], Iterable[TensorBlock]] = tuple,
         others: Group | None = None,
+        late: int = 0,
     ) -> None:
         """NonFiniteError on every rank where the norm is not finite; it names the step, and what was not finite where.
 
         `loss` is this rank's, `weights` gives all that it holds of the model. Only the first cause is named: a weight,
         else a loss, else the first gradient in the model's order, with the rank that had it before the sum. `others`
-        are the ranks whose gradients are summed in another way than over the buckets' groups (on servers).
+        are the ranks whose gradients are summed in another way than over the buckets' groups (on servers). The gradient
+        is of `late` steps before.
         """
         if math.isfinite(norm):
             return
         groups = (others or solo(), self._layout.groups.dp, self.buckets.replicas.group)
-        raise error_of(step, norm, agree(self._bad(loss, weights), groups))
+        raise error_of(step, norm, agree(self._bad(loss, weights), groups), late)
 
     def _in_floats(self, loss: float) -> float:
         totals = [torch.full((1,), 0.0 * loss, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]

@@ -66,10 +66,12 @@ def agree(found: list[NonFiniteFound], groups: Iterable[Group]) -> list[NonFinit
     return found
 
 
-def error_of(step: int, norm: float, found: list[NonFiniteFound]) -> NonFiniteError:
-    """What stops the run, from what all ranks found."""
+def error_of(step: int, norm: float, found: list[NonFiniteFound], late: int = 0) -> NonFiniteError:
+    """What stops the run, from what all ranks found. Sums of gradients are of `late` steps before."""
     kinds = {kind: [bad for bad in found if bad.kind == kind] for kind in (WEIGHT, LOSS, OWN, SUMMED)}
     gradients = kinds[OWN] or kinds[SUMMED]
+    if late and not kinds[WEIGHT] and not kinds[LOSS]:  # what is a rank's own is of the present step
+        step, gradients = step - late, kinds[SUMMED]
     if kinds[WEIGHT]:
         what = f"the weight {_at(kinds[WEIGHT][0])} is not finite"
     elif kinds[LOSS]:

@@ -46,7 +46,7 @@ class PowerSGD:
 
     def all_reduce(self, number: int, run: Tensor, group: Group) -> Tensor:
         if group.size == 1:
-            return run
+            return self.residuals.settle(number, run)
         kept = self.residuals.of(number)
         run.add_(kept)
         numbers = self.layout.buckets[number].parameters

@@ -319,10 +319,10 @@ def _check_experts(job: Job, spec: ModelSpec) -> None:
             "a sigmoid of its own, and what balances such a model is its correction bias, which stays as it is",
             "leave it out",
         )
-    if job.dtype in ("bfloat16", "float16") and any(moe.correction_bias for moe in moes):
+    if job.lora is None and job.dtype == "bfloat16" and any(moe.correction_bias for moe in moes):
         raise PlanError(
             f"the correction bias of a {spec.family} router needs float32 and the job's dtype is {job.dtype}",
-            "give dtype: float32",
+            "give dtype: float32, or train an adapter ([lora]), beside which it keeps its float32",
         )
 
 

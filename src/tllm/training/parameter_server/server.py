@@ -39,14 +39,15 @@ class SynchronousSum:
         self._pushed[replica], self._losses[replica] = gradient, push.loss
         if len(self._pushed) < len(self._losses):
             return False
-        self._total = tree_sum([self._pushed[index] for index in range(len(self._losses))], state.segments)
-        self.square = state.square(self._total) if self._total is not None else 0.0
-        self.square += sum(0.0 * loss for loss in self._losses)  # not finite where a loss is not
+        total = tree_sum([self._pushed[index] for index in range(len(self._losses))], state.segments)
+        self._total = state.nothing() if total is None else total
+        # Not finite where a loss is not.
+        self.square = state.square(self._total) + sum(0.0 * loss for loss in self._losses)
         self._pushed, self.step = {}, push.step
         return True
 
     def take(self) -> Gradient | None:
-        """The sum, once; None where no replica had anything to learn from."""
+        """The sum, once."""
         total, self._total = self._total, None
         return total
 

@@ -70,6 +70,12 @@ class ServerState:
             for segment, own in zip(self.segments, self._weights, strict=True)
         ]
 
+    def nothing(self) -> Gradient:
+        """The gradient where no replica has anything to learn from: 0, by which weights move all the same."""
+        held = zip(self.segments, self._float32, strict=True)
+        parts = [own.new_zeros(0, segment.row) if segment.row else torch.zeros_like(own) for segment, own in held]
+        return Gradient(parts, torch.empty(0, dtype=torch.int64))
+
     def square(self, gradient: Gradient) -> float:
         """The sum of a gradient's squares, in float64."""
         total = 0.0

@@ -128,10 +128,8 @@ class SynchronousLearner:
         self._gathering.finish()
         if self._delayed is None or self._is_alone:
             return self._update_weights(step, learning_rate, loss_sum)
-        has_outstanding, self._is_outstanding = self._is_outstanding, True
-        return (
-            self._update_weights(step - 1, learning_rate, loss_sum) if has_outstanding else self._clip(step, loss_sum)
-        )
+        late, self._is_outstanding = int(self._is_outstanding), True
+        return self._update_weights(step, learning_rate, loss_sum, late) if late else self._clip(step, loss_sum)
 
     def prepare_checkpoint(self, step: int, learning_rate: float) -> dict[str, Any]:
         if self._delayed is not None and self._is_outstanding:
@@ -183,15 +181,15 @@ class SynchronousLearner:
         self._buckets.close()
         self._update.close()
 
-    def _update_weights(self, step: int, learning_rate: float, loss_sum: float) -> float:
-        """Clip the gradient of step `step`, which the buckets hold, and update the weights; the norm before."""
-        norm = self._clip(step, loss_sum)
-        self._update.apply(step, learning_rate)
+    def _update_weights(self, step: int, learning_rate: float, loss_sum: float, late: int = 0) -> float:
+        """Clip the gradient of `late` steps before, which the buckets hold, and update the weights; the norm before."""
+        norm = self._clip(step, loss_sum, late)
+        self._update.apply(step - late, learning_rate)
         return norm
 
-    def _clip(self, step: int, loss_sum: float) -> float:
+    def _clip(self, step: int, loss_sum: float, late: int = 0) -> float:
         norm = self._norm.clip(self._max_grad_norm, loss_sum)
-        self._norm.check(step, norm, loss_sum, self._update.flat.blocks)
+        self._norm.check(step, norm, loss_sum, self._update.flat.blocks, late=late)
         return norm
 
 

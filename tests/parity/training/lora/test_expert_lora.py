@@ -328,6 +328,16 @@ def test_beside_few_bits_gradients_are_by_the_numbers_that_weights_stand_for(
         assert distance < 2e-5, f"{name}: {distance:.1e}"
 
 
+def test_beside_a_router_whose_correction_is_float32_an_adapter_is_trained_in_bfloat16(tmp_path: Path) -> None:
+    """What is not trained keeps its own dtype: the steps are those of float32 but for the rounding of products."""
+    save_model("glm4_moe", tmp_path / "base")
+    lora, losses = LoraJob(r=RANK, lora_alpha=8.0), dict[str, list[float]]()
+    for dtype in ("float32", "bfloat16"):
+        job = lora_job(tmp_path / "base", tmp_path / dtype, lora=lora, dtype=dtype, max_steps=3)
+        losses[dtype] = [record.loss for record in records(train(job, "pp=1"))]
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(losses["bfloat16"], losses["float32"], strict=True))
+
+
 def test_what_cannot_be_computed_is_refused(model: Path, tmp_path: Path) -> None:
     def tried(**keys: Any) -> Any:
         lora = LoraJob(**{"r": 2, "target_modules": ("w2",), **keys})

@@ -20,6 +20,7 @@ from tllm.spec.plan import Zero
 from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.gradients.gradient_buckets import GradientBuckets
 from tllm.training.gradients.gradient_clipping import GradientNorm, of_norms
+from tllm.training.gradients.non_finite import LOSS, OWN, SUMMED, NonFiniteFound, error_of
 from tllm.training.gradients.reduction import GradientGroups
 from tllm.training.state.tensor_blocks import blocks_of
 
@@ -234,3 +235,13 @@ def test_a_bad_loss_is_named_by_its_rank(deterministic: bool) -> None:
     assert refusals({}, losses={3: math.nan}, deterministic=deterministic) == {
         "step 7 went bad: the loss is nan on rank 3"
     }, "a loss stops the run though every gradient is finite"
+
+
+def test_a_sum_that_comes_late_is_of_the_step_that_it_was_made_in() -> None:
+    """And a loss of the present one, as is what is not finite of a rank's own beside it."""
+    own, summed = (NonFiniteFound(kind, (0, 0), 1, f"model.layers.{kind}.a") for kind in (OWN, SUMMED))
+    loss = NonFiniteFound(LOSS, (0, 0), 0, "nan")
+    assert "step 6 went bad: the gradient of model.layers.3.a on" in error_of(7, math.nan, [own, summed], 1).message
+    said = error_of(7, math.nan, [loss, own, summed], 1).message
+    assert said.startswith("step 7 went bad: the loss is nan on rank 0") and "first that of model.layers.2.a" in said
+    assert "step 6 went bad: the norm of the gradient is inf" in error_of(7, math.inf, [], 1).message

@@ -282,6 +282,7 @@ def test_completions_that_no_evaluation_samples_are_refused() -> None:
         ("dp=2,pp=2,cp=2,tp=2,zero=3,sequence=true,recompute=layer", LLAMA, {}),
         ("dp=4,ep=2,pp=2,tp=2,experts=spread,zero=2", MIXTRAL, {"router_aux_loss_coef": 0.01}),
         ("dp=2,ep=2,pp=2,zero=1", GLM, {}),
+        ("pp=2", GLM, {"dtype": "bfloat16", "lora": LoraJob(), "model_name_or_path": "m", "config_name": None}),
         ("dp=3:1,pp=2,schedule=zero_bubble,depth=2", TIED, {}),
         ("pp=2,chunks=2", TIED, {}),
         ("dp=2,servers=2", LLAMA, {"max_staleness": -1}),

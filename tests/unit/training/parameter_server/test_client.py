@@ -307,6 +307,18 @@ def test_what_is_no_number_ends_the_run_before_a_weight_moves(
     assert all(bool(x.isfinite().all()) for server in ranks.servers for _, x in weights_of(server))
 
 
+def test_where_nobody_has_a_token_to_learn_weights_move_by_what_the_optimizer_remembers() -> None:
+    """As those of replicas that sum their gradients themselves, with a gradient of 0."""
+    ranks = Ranks(2, 2, optimizer=SGD(momentum=0.5))
+
+    def work(replica: Replica) -> float:
+        replica.step(UNIT, 20)
+        return replica.step(UNIT)
+
+    assert ranks.run(work) == [0.0, 0.0, 2, 2]
+    assert units_of(ranks.servers) == {3}, "twice a unit, and half of that"
+
+
 def test_gradients_too_large_together_end_the_run_on_every_replica() -> None:
     ranks = Ranks(2, 1)
 
