@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROCESSES := tests/e2e tests/multi/faults tests/docs tests/multi/training tests/multi/serving tests/multi
 BESIDE := tests/fuzz tests/unit/planner tests/parity/planner tests/parity/recovery tests/house
-KERNELS := $(wildcard src/tllm/kernels/csrc/*)
+KERNELS := $(wildcard src/tllm/kernels/csrc/*) src/tllm/kernels/instruction_sets.py
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # In one order and with one seed, so that a commit passes always or never; pytest alone and `make soak` take others.
 SAME := --randomly-seed 1
@@ -110,7 +110,7 @@ soak-properties: $(VENV)/.dev
 		tests/unit tests/multi/comm tests/fuzz $(PYTEST_ARGS)
 
 tiny-model: $(VENV)/.dev  ## Train the tiny model again from the standard library's text
-	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny models/tiny
+	@$(BIN)/python -m tllm.recipes.tiny_model models/tiny
 
 clean:  ## Remove .venv and every cache
 	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build docs/_build src/*.egg-info src/tllm/kernels/lib

@@ -44,15 +44,15 @@ def compile_kernels(machine: str = platform.machine()) -> None:
     known = runpy.run_path(str(KERNELS / "instruction_sets.py"))
     out = KERNELS / known["FOLDER"]
     out.mkdir(exist_ok=True)
-    sources = sorted((KERNELS / "csrc").iterdir())
+    sources = [*sorted((KERNELS / "csrc").iterdir()), KERNELS / "instruction_sets.py", Path(__file__)]
     files = [str(path) for path in sources if path.suffix == ".c"]
-    newest = max(path.stat().st_mtime for path in [*sources, Path(__file__)])
+    newest = max(path.stat().st_mtime for path in sources)
 
     def compile_for(one: Any) -> None:
         library = out / one.file
         if one.machine != machine or (library.is_file() and library.stat().st_mtime > newest):
             return
-        kept = KEPT / _digest([*sources, KERNELS / "instruction_sets.py", Path(__file__)]) / one.file
+        kept = KEPT / _digest(sources) / one.file
         if kept.is_file():
             _put(kept, library)
             return

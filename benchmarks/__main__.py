@@ -1,4 +1,5 @@
-"""`make bench`: every benchmark in turn. Each writes its page and its raw figures under benchmarks/<subject>/results.
+"""`make bench`: the benchmarks in turn that need neither another program to compare with, nor a text, nor a GPU. Each
+writes its page and its raw figures under benchmarks/<subject>/results.
 
 `python -m benchmarks serving.throughput 1.1b` runs one of them with its own arguments.
 """
@@ -23,7 +24,11 @@ RUNS = (
     ["faults.fault_suite"],
     ["faults.double_faults"],
     ["planner.published"],
+    ["planner.many_machines"],
+    ["planner.held_out"],
     ["comm.wire_cost"],
+    ["comm.links"],
+    ["comm.tensor_parallel"],
     ["faults.lost_ranks"],
     ["faults.recovery_timeline"],
     ["planner.planning"],
@@ -33,15 +38,21 @@ RUNS = (
     ["training.sampled_ahead"],
     ["training.distillation"],
     ["serving.drafts"],
+    ["serving.draft_model"],
     ["serving.two_machines"],
     ["cluster.coordinator_scale"],
+    ["faults.mixed_load"],
 )
 
 
 def main() -> None:
+    failed = []
     for name, *words in [sys.argv[1:]] if sys.argv[1:] else RUNS:
         print("==", name, *words, flush=True)
-        subprocess.run(module_command(name, *words), check=True, env=environment())
+        if subprocess.run(module_command(name, *words), check=False, env=environment()).returncode:
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed, as each says above: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -90,10 +90,17 @@ class Seen:
 
 
 class Clients:
-    """The clients of one server, which ask until a moment."""
+    """The clients of one server, which ask until a moment.
 
-    def __init__(self, url: str, model: str) -> None:
+    They keep their connections, as people's do, unless a server is beside them that closes some that a request has just
+    been sent to (llama.cpp's).
+    """
+
+    def __init__(self, url: str, model: str, keeps_connections: bool = True) -> None:
         self.faults: Counter[str] = Counter()
+        self._limits = httpx.Limits(
+            max_connections=CLIENTS, max_keepalive_connections=CLIENTS if keeps_connections else 0
+        )
         self._url, self._model = f"{url}/v1/chat/completions", model
         self._kinds: dict[
             str, tuple[int, Callable[[httpx.AsyncClient, random.Random, Seen], Coroutine[Any, Any, None]]]
@@ -109,8 +116,7 @@ class Clients:
     async def ask_for(self, seconds: float) -> None:
         """All clients, until so many seconds have passed."""
         until = time.monotonic() + seconds
-        limits = httpx.Limits(max_connections=CLIENTS)
-        async with httpx.AsyncClient(timeout=120, limits=limits) as http, asyncio.TaskGroup() as group:
+        async with httpx.AsyncClient(timeout=120, limits=self._limits) as http, asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(self._client(http, random.Random(number), until))
 
@@ -120,7 +126,7 @@ class Clients:
         So batches get as many tokens of prompts as they ever have, and all that lie between.
         """
         chance = random.Random("rush")
-        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=CLIENTS)) as http:
+        async with httpx.AsyncClient(timeout=120, limits=self._limits) as http:
             for asking in rounds * (*range(CLIENTS, 1, -1),):
                 async with asyncio.TaskGroup() as group:
                     for _ in range(asking):

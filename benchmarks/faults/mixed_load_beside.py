@@ -66,8 +66,8 @@ def run(words: list[str], seconds: float) -> dict[str, Any]:
     with server([*words, "--port", str(port)], THREADS) as process:
         wait_until_ready(url, process)
         name = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
-        asyncio.run(Clients(url, name).ask_for(WARM_SECONDS))
-        clients, begun = Clients(url, name), time.perf_counter()
+        asyncio.run(Clients(url, name, keeps_connections=False).ask_for(WARM_SECONDS))
+        clients, begun = Clients(url, name, keeps_connections=False), time.perf_counter()
         asyncio.run(clients.ask_for(seconds))
         return {
             "seconds": time.perf_counter() - begun,

@@ -69,10 +69,12 @@ def server(folder: Path, root: Path) -> Iterator[str]:
     """`tllm rollout` on one thread; its address."""
     line = [sys.executable, "-m", "tllm.cli", "rollout", str(folder), "--threads", "1", "--secret", str(root / "key")]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment()) as process:
-        assert process.stdout is not None
-        said = iter(process.stdout.readline, "")
-        yield next(found[1] for text in said if (found := re.search(r"samples at (\S+:\d+)", text)))
-        process.terminate()
+        try:
+            assert process.stdout is not None
+            said = iter(process.stdout.readline, "")
+            yield next(found[1] for text in said if (found := re.search(r"samples at (\S+:\d+)", text)))
+        finally:
+            process.terminate()
 
 
 def measured(folder: Path, root: Path, staleness: int, steps: int) -> list[StepRecord]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from tllm.core.errors import TllmError, WeightsError
@@ -28,6 +29,10 @@ class HubStopped(WeightsError):
     """Nobody waits for these bytes any more."""
 
 
+class NoRanges(WeightsError):
+    """Whoever has the bytes gives them whole alone."""
+
+
 class HubRanges:
     """Any thread may call it. `fetched` counts bytes that came; once `is_stopped` is set, nothing more is fetched."""
 
@@ -42,13 +47,21 @@ class HubRanges:
     def read(self, file: HubFile, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file. HubUnreachable after ATTEMPTS, WeightsError or AuthError where trying again
         would be in vain."""
-        assert 0 <= start < stop <= file.size
         out = bytearray()
-        attempt = 0
-        while len(out) < stop - start:
+        for piece in self.stream(file, start, stop):
+            out += piece
+        return bytes(out)
+
+    def stream(self, file: HubFile, start: int, stop: int) -> Iterator[bytes]:
+        """The same in pieces, as they come."""
+        assert 0 <= start < stop <= file.size
+        at, attempt = start, 0
+        while at < stop:
             self.check_wanted()
             try:
-                self._go_on(file, start, stop, out)
+                for piece in self._go_on(file, at, stop):
+                    at += len(piece)
+                    yield piece
             except HubUnreachable as error:
                 if isinstance(error, HubOffline):
                     raise
@@ -56,23 +69,22 @@ class HubRanges:
                 if attempt >= (ATTEMPTS if self.fetched else FIRST_ATTEMPTS):
                     raise HubUnreachable(
                         f"{file.name} of {self._repository}: bytes [{start}, {stop}) broke off {attempt} times, the "
-                        f"last at byte {start + len(out)}: {error.message}",
+                        f"last at byte {at}: {error.message}",
                         error.hint,
                     ) from error
                 time.sleep(self._pause * 2 ** (attempt - 1))
-        return bytes(out)
 
     def check_wanted(self) -> None:
         """HubStopped once nobody waits for bytes any more."""
         if self.is_stopped:
             raise HubStopped(f"{self._repository} is wanted no more")
 
-    def _go_on(self, file: HubFile, start: int, stop: int, out: bytearray) -> None:
-        """Fetch what is missing in `out`, which grows by whatever comes."""
+    def _go_on(self, file: HubFile, at: int, stop: int) -> Iterator[bytes]:
+        """What comes of bytes [at, stop) until they are whole. HubUnreachable where they break off."""
         from huggingface_hub import get_session
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # it is documented there
 
-        place, at = self._place(file), start + len(out)
+        place, came = self._place(file), 0
         headers = {"Range": f"bytes={at}-{stop - 1}", "Accept-Encoding": "identity"}
         if urlsplit(place).netloc == hub_host():  # our token is for the hub alone
             headers |= build_hf_headers(library_name="tllm")
@@ -92,11 +104,12 @@ class HubRanges:
             self._check_unchanged(file, response.headers.get("ETag", ""))
             for piece in response.iter_raw():  # as it comes: what waits for a piece to be full is lost with a break
                 self.check_wanted()
-                out += piece
+                came += len(piece)
                 self.fetched += len(piece)
-                if len(out) > stop - start:
+                if came > stop - at:
                     raise WeightsError(f"{file.name} of {self._repository}: more bytes came than were asked for")
-        if len(out) < stop - start:
+                yield piece
+        if came < stop - at:
             raise HubUnreachable(f"{hub_host()} closed the connection early")
 
     def _place(self, file: HubFile) -> str:
@@ -133,7 +146,7 @@ class HubRanges:
                 self._places.pop(file.name, None)
         if status in EXPIRED or status in (408, 429) or status >= 500:
             return HubUnreachable(f"{hub_host()} answers HTTP {status}", "try again later")
-        return WeightsError(
+        return (NoRanges if status == 200 else WeightsError)(
             f"{file.name} of {self._repository}: a range was asked for, and the answer is HTTP {status}",
             "is HF_ENDPOINT a hub that gives ranges?",
         )

@@ -146,6 +146,7 @@ def train(model: Transformer, ids: Tensor, minutes: float, rows: int = 16, lengt
 
 def save(model: Transformer, tokenizer: Tokenizer, out: Path) -> None:
     """Write a Hugging Face folder, in place of the last one: bfloat16 weights, config, tokenizer and chat template."""
+    out = out.resolve()  # `models/tiny` is a link to where the package has it
     if (out / "tllm.manifest.json").is_file():
         shutil.rmtree(out)
     export_folder(out, CONFIG, {0: parts_of(model)}, dtype=torch.bfloat16)

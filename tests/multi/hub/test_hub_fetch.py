@@ -20,8 +20,8 @@ from tllm.core.errors import ClusterError, WeightsError
 from tllm.hub.byte_ranges import HubStopped
 from tllm.hub.folders import local_file
 from tllm.hub.hub_client import download
+from tllm.hub.part_files import link_blob
 from tllm.hub.repository import HubFile, Repository
-from tllm.node.weights import whole_files
 from tllm.node.weights.hub_chunks import HubChunks
 from tllm.node.weights.hub_fetch import HubFetch
 from tllm.node.weights.hub_folder import HubFolder
@@ -279,39 +279,35 @@ def test_two_programs_put_a_file_together_at_once(
     def link_late(place: Path, target: str) -> None:
         if not others:
             others.append(place)
-            put_together(repository, kept)
+            link_blob(repository, repository.files[0])
         link(place, target)
 
     monkeypatch.setattr(Path, "symlink_to", link_late)
-    monkeypatch.setattr(whole_files, "missing_files", lambda repository: repository)
-    monkeypatch.setattr(whole_files, "_had_by_library", lambda repository, file: 0)
     put_together(repository, kept)
     place = local_file(repository, repository.files[0])
     assert others and place is not None and place.read_bytes() == content
     assert [path.name for path in place.parent.iterdir()] == [FILE]
 
 
-def test_what_the_hubs_library_has_more_of_is_left_to_it(
+def test_what_another_commit_has_is_left_to_the_download(
     hub: FakeHub, repository: Repository, content: bytes, tmp_path: Path
 ) -> None:
-    """It goes on where it broke off, and links what another commit has; ranges would begin anew."""
+    """It makes a link to it."""
     kept = tmp_path / "kept"
     read(files_of(repository, kept, Others(content)), (0, 5 * CHUNK_MIN))
     blob = Path(constants.HF_HUB_CACHE) / "models--org--name" / "blobs" / repository.files[0].etag
     blob.parent.mkdir(parents=True)
-    partial = blob.with_name(f"{blob.name}.incomplete")
-    partial.write_bytes(content[: 6 * CHUNK_MIN])
+    blob.write_bytes(content)
     hub.sent.clear()
     put_together(repository, kept)
     assert local_file(repository, repository.files[0]) is None and not hub.sent
-    partial.rename(blob)
-    blob.write_bytes(content)
-    put_together(repository, kept)
-    assert local_file(repository, repository.files[0]) is None and not hub.sent
+    download(repository)
+    place = local_file(repository, repository.files[0])
+    assert place is not None and place.resolve() == blob and not hub.sent
 
 
 @pytest.mark.parametrize("fault", ["no room", "refused", "no ranges"])
-def test_what_cannot_be_put_together_is_left_to_the_hubs_library(
+def test_what_cannot_be_put_together_is_left_to_the_download(
     fault: str,
     hub: FakeHub,
     repository: Repository,
@@ -332,4 +328,6 @@ def test_what_cannot_be_put_together_is_left_to_the_hubs_library(
     put_together(repository, kept)
     said = {"no room": "too little", "refused": "Not a directory", "no ranges": "404"}[fault]
     assert "is not put together of the ranges that are here: " in caplog.text and said in caplog.text
-    assert local_file(repository, repository.files[0]) is None and not list((tmp_path / "hf").rglob("*.part"))
+    assert local_file(repository, repository.files[0]) is None
+    parts = [path.stat().st_size for path in (tmp_path / "hf").rglob("*.part")]
+    assert parts == ([9 * CHUNK_MIN] if fault == "no ranges" else []), "what there is of it stays for the download"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
@@ -21,7 +23,8 @@ from tllm.api.trainer import Trainer
 from tllm.cli.main import main
 from tllm.core.cache_folder import cache_folder
 from tllm.core.errors import AuthError, CapacityError, ConfigError, WeightsError
-from tllm.hub import hub_client
+from tllm.hub import hub_client, part_files
+from tllm.hub.byte_ranges import ATTEMPTS
 from tllm.hub.hub_errors import HubUnreachable
 from tllm.hub.locate import locate
 from tllm.node.weights.hub_chunks import HubChunks
@@ -206,6 +209,74 @@ def test_a_transfer_that_breaks_is_gone_on_with(hub: FakeHub, folder: Path, monk
     found = locate(NAME, "whole")
     assert (found.path / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
     assert size <= hub.weights_sent() <= size + 2_000_000, "most of it once"
+
+
+def break_off(hub: FakeHub) -> None:
+    """Let a command end after the first million bytes of the weights."""
+    locate(NAME, "config")
+    hub.breaks = [1_000_000, *[0] * (ATTEMPTS - 1)]
+    with pytest.raises(WeightsError, match=f"broke off {ATTEMPTS} times, the last at byte 1000000"):
+        locate(NAME, "whole")
+    hub.sent.clear()
+
+
+def test_what_has_come_stays_for_the_next_command(hub: FakeHub, folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    break_off(hub)
+    found = locate(NAME, "whole")
+    assert (found.path / WEIGHTS).read_bytes() == content
+    assert hub.weights_sent() == len(content) - 1_000_000, "no byte twice"
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.part"))
+
+
+def test_a_hub_without_ranges_gives_the_whole_file(
+    hub: FakeHub, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_off(hub)
+    hub.ignores_ranges = True
+    found = locate(NAME, "whole")
+    assert (found.path / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
+    assert "a range was asked for, and the answer is HTTP 200" in caplog.text
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.part"))
+
+
+def test_a_disk_without_locks_has_the_file_too(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(part_files, "fcntl", SimpleNamespace(flock=refuse, LOCK_EX=2, LOCK_NB=4))
+    found = locate(NAME, "whole")
+    assert (found.path / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
+    assert f"no part of {WEIGHTS} can be kept in" in caplog.text
+
+
+def test_a_disk_without_links_has_the_file_too(
+    hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What has come is copied to its place by the library."""
+
+    def refuse(place: Path, target: str) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    monkeypatch.setattr("huggingface_hub.file_download.are_symlinks_supported", lambda cache_dir=None: False)
+    found = locate(NAME, "whole")
+    assert (found.path / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
+    assert f"{WEIGHTS} cannot be a link to" in caplog.text
+    assert hub.weights_sent() == (folder / WEIGHTS).stat().st_size, "once"
+
+
+def test_a_file_that_was_cut_short_is_fetched_again(hub: FakeHub, folder: Path) -> None:
+    """As by a machine that lost power, or a copy of the cache that broke off."""
+    found = locate(NAME, "whole")
+    for name in (WEIGHTS, "config.json"):
+        blob = (found.path / name).resolve()
+        blob.write_bytes(blob.read_bytes()[:-1])
+    assert locate(NAME, "whole").path == found.path
+    for name in (WEIGHTS, "config.json"):
+        assert (found.path / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_changed_bytes_are_thrown_away(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,17 @@ from benchmarks.report.markdown import percent, table
 from benchmarks.report.results import Page, Provenance
 
 PAGES = sorted(results.BENCHMARKS.glob("*/results/*.md"))
+OVERVIEW = [line for line in (results.BENCHMARKS / "README.md").read_text().splitlines() if "/results/" in line]
+NUMBER = re.compile(r"(?<![\w.-])(\d+(?:,\d{3})*(?:\.\d+)?)(?!\.?\d)")
+DERIVED = {
+    "serving-0.3b": {"0.57", "1.48"},  # of single rounds, which the JSON has
+    "training": {"1.25"},
+    "held-out": {"160"},
+    "mixed-load": {"2.3", "1.8"},
+    "mixed-load-beside": {"0.65"},
+}
+"""Figures of the overview that follow from those of a page, by the name of the page in the overview."""
+
 MADE = Provenance("2026-11-24", "abc1234", "Some CPU, 2 cores, 24 GiB, Linux 6.1", "python -m benchmarks.comm.links")
 PAGE = Page("comm", "links", "Links", "Why it\nis measured.", "| a |\n|---|\n| 1 |", "- one\n- two", "Not much.")
 
@@ -95,3 +106,18 @@ def test_committed_pages_are_short_and_have_their_raw_figures(path: Path) -> Non
         assert any(line.startswith(part) for line in text.splitlines()), part
     assert f"[{path.stem}.json]({path.stem}.json)" in text and "```" not in text
     assert results.raw_of(path)
+
+
+def figures(text: str) -> list[str]:
+    return [number.replace(",", "") for number in NUMBER.findall(text)]
+
+
+@pytest.mark.parametrize("line", OVERVIEW, ids=lambda line: line.split("| [")[1].partition("]")[0])
+def test_the_overview_says_what_its_pages_have(line: str) -> None:
+    """A figure as it stands there, or rounded, or without its minus."""
+    links = re.findall(r"\[([^]]+)\]\(([^)]+\.md)\)", line)
+    pages = ((results.BENCHMARKS / path).read_text().replace("-", " ") for _, path in links)
+    held = {float(one) for page in pages for one in figures(page)}
+    said = set(figures(line.split("|")[2])) - {one for name, _ in links for one in DERIVED.get(name, ())}
+    missing = [one for one in said if float(one) not in {round(x, len(one.partition(".")[2])) for x in held}]
+    assert not missing, f"{missing} of the overview stand in no page of {[path for _, path in links]}"

@@ -51,6 +51,16 @@ def test_other_sources_are_compiled(tmp_path: Path, commands: list[list[str]]) -
     assert compiled(other) != first and len(commands) == 8
 
 
+def test_libraries_that_are_older_than_what_they_are_compiled_for_are_compiled_again(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
+    """In the same checkout, where they lie; `instruction_sets.py` says what they are compiled for."""
+    first, table = compiled(checkout(tmp_path)), tmp_path / "src/tllm/kernels/instruction_sets.py"
+    table.write_text(table.read_text().replace('"generic+dotprod"', '"generic+dotprod+i8mm"'))
+    assert compiled(tmp_path) != first
+    assert any("-mcpu=generic+dotprod+i8mm" in words for words in commands[4:])
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(
     tmp_path: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ rank of a group must call the same collectives in the same order. Sends and rece
 (`point_to_point.py`).
 """
 
-# mypy: disable-error-code="override"
+# mypy: disable-error-code="override, assignment"
 # torch declares several overloads of each method; it calls a method of a Python class by the first of them only.
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tllm.comm.c10d.dense_tensors import DenseTensor, as_numbers, check_dense
 from tllm.comm.c10d.point_to_point import PointToPoint
@@ -43,6 +44,9 @@ OPS = (
     (dist.ReduceOp.BOR, "or"),
     (dist.ReduceOp.BXOR, "xor"),
 )
+
+UNASKED = AllgatherOptions()
+"""What torch 2.11 leaves out where it gathers several at once."""
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -104,7 +108,9 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> CollectiveWork:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> CollectiveWork:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = UNASKED
+    ) -> CollectiveWork:
         def work() -> None:
             for out, x in zip(outputs, inputs, strict=True):
                 self._check_widths("all_gather_single", out, x)
@@ -249,6 +255,13 @@ class ProcessGroup(dist.ProcessGroup):
                 f"{self._group.size}",
                 "the whole has as many elements as all parts together",
             )
+
+    # What torch 2.11 calls them.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     def _require_peers(self) -> PointToPoint:
         if self._point_to_point is None:

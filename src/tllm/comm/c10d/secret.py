@@ -27,6 +27,9 @@ from tllm.core.errors import AuthError, ConfigError
 SECRET_VARIABLE, HOST_VARIABLE = "TLLM_SECRET", "TLLM_HOST"
 SECRET_LENGTH = 32
 LOOPBACK, WILDCARDS = "127.0.0.1", ("0.0.0.0", "::")
+OUTSIDE = "192.0.2.1", 9
+"""An address kept for documentation (RFC 5737), to which the default route leads; nothing is sent."""
+
 DRAW_ONE = f'export {SECRET_VARIABLE}="$(openssl rand -hex 32)" for every rank'
 
 _MEETING = re.compile(r"[0-9a-f]{32}")
@@ -41,7 +44,8 @@ def secret_from_environment(environment: Mapping[str, str]) -> bytes | None:
 
 
 def listening_host(environment: Mapping[str, str], store_host: str, is_shared: bool) -> str:
-    """The address that this rank listens on: TLLM_HOST, else that of the interface that reaches the store's machine.
+    """The address that this rank listens on: TLLM_HOST, else that of the interface that reaches the store's machine; on
+    that machine, if /etc/hosts has its own name as loopback, that of the default route.
 
     Without a shared secret it is loopback; AuthError if TLLM_HOST is then another address.
     """
@@ -54,7 +58,15 @@ def listening_host(environment: Mapping[str, str], store_host: str, is_shared: b
         return given or LOOPBACK
     if given:
         return given
-    return own_address((store_host, 9)) if store_host and not is_loopback(store_host) else LOOPBACK
+    if not store_host or is_loopback(store_host):
+        return LOOPBACK
+    towards_store = own_address((store_host, 9))
+    if not is_loopback(towards_store):
+        return towards_store
+    try:
+        return own_address(OUTSIDE)
+    except ConfigError:  # without a network, all ranks are here
+        return towards_store
 
 
 def new_meeting_name() -> str:

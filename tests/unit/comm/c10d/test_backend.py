@@ -214,6 +214,30 @@ def test_all_to_all_even_uneven_and_empty(groups: list[Group]) -> None:
     on_each(groups, work)
 
 
+def test_what_torch_called_otherwise_before_is_there_by_those_names(groups: list[Group]) -> None:
+    """By torch 2.11; FSDP2, DTensor and functional collectives call by them there."""
+
+    def work(group: Group) -> None:
+        mine, every = torch.full((2,), float(group.rank())), torch.arange(float(SIZE)).repeat_interleave(2)
+        for gather in (
+            lambda out: group._allgather_base(out, mine, asking(c10d.AllgatherOptions)),
+            lambda out: group.allgather_into_tensor_coalesced([out], [mine]),
+        ):
+            gather(out := torch.zeros(2 * SIZE)).wait()
+            assert torch.equal(out, every)
+        opts = asking(c10d.ReduceScatterOptions, reduceOp=dist.ReduceOp.SUM)
+        for scatter in (
+            lambda out: group._reduce_scatter_base(out, every, opts),
+            lambda out: group.reduce_scatter_tensor_coalesced([out], [every], opts),
+        ):
+            scatter(out := torch.zeros(2)).wait()
+            assert torch.equal(out, SIZE * mine)
+        group.alltoall_base(out := torch.zeros(2 * SIZE), mine.repeat(SIZE), [], [], asking(c10d.AllToAllOptions))
+        assert torch.equal(out, every)
+
+    on_each(groups, work)
+
+
 def test_a_receive_that_waits_holds_up_no_collective_and_no_other_tag(groups: list[Group]) -> None:
     """Every rank waits for both others first; then they sum, then they send, the second tag first."""
 

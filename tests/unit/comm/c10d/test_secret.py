@@ -184,6 +184,21 @@ def test_with_a_secret_it_is_the_interface_towards_the_store() -> None:
         listening_host({"TLLM_HOST": "0.0.0.0"}, "10.0.0.1", is_shared=True)
 
 
+def test_a_machine_whose_own_name_is_loopback_listens_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's /etc/hosts has it, and torchrun gives the store by that name."""
+    routes = {"here": "127.0.0.1", "192.0.2.1": "10.0.0.5"}
+
+    def own_address(towards: tuple[str, int]) -> str:
+        if towards[0] not in routes:
+            raise ConfigError(f"no way to {towards[0]} from this machine")
+        return routes[towards[0]]
+
+    monkeypatch.setattr("tllm.comm.c10d.secret.own_address", own_address)
+    assert listening_host({}, "here", is_shared=True) == "10.0.0.5"
+    del routes["192.0.2.1"]
+    assert listening_host({}, "here", is_shared=True) == "127.0.0.1"
+
+
 def test_the_secret_of_one_machine_is_its_users_alone_and_does_not_stay(tmp_path: Path) -> None:
     folder, meeting = tmp_path / "secrets", new_meeting_name()
     with secret_file(meeting, folder) as secret:
