@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions
 
 from tllm.comm.c10d.dense_tensors import DenseTensor, as_numbers, check_dense
 from tllm.comm.c10d.point_to_point import PointToPoint
