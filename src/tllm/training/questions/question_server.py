@@ -224,7 +224,7 @@ class QuestionServer(Generic[Intro, Q, A]):
         """Greet the run; None for one that cannot be served, which is told why."""
         introduction = connection.receive_introduction()
         try:
-            with self._computing:
+            with connection.at_work(), self._computing:
                 session = self._answerer.open_session(introduction)
         except FrameError:
             raise
@@ -255,7 +255,7 @@ class QuestionServer(Generic[Intro, Q, A]):
                     log.warning("answers %s no more: %s", peer, refusal)
                     return
                 try:
-                    with self._computing:
+                    with connection.at_work(), self._computing:
                         answer = session.answer(question)
                         self.answered += 1
                 except LinkClosed as error:  # of others who compute it with this process: the run asks whoever is left

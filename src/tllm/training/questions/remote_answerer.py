@@ -141,11 +141,11 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
         if self._is_over:  # since it was dialled: nobody saw this connection to close it
             return
         inquirer = self._inquirer
-        greeting = connection.introduce(inquirer.introduction)
+        greeting = connection.introduce(inquirer.introduction, self._is_reached)
         if greeting.refused:
             raise inquirer.refused(greeting.model, self.name, greeting.refused)
         log.info("the %s at %s is %s", self._whom, self.name, greeting.model)
-        self.trouble = ""
+        self._is_reached()
         asked: deque[Asked[Q, A]] = deque()
         sent: deque[int] = deque()
         try:
@@ -161,6 +161,9 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
                 sent.popleft()
         finally:
             self._queue.give_back(asked)
+
+    def _is_reached(self) -> None:
+        self.trouble = ""
 
     def _take(self, wait: bool) -> Asked[Q, A] | None:
         return self._queue.take(wait, unless=lambda: self._is_retired)

@@ -1,0 +1,76 @@
+"""A program that answers runs: how long it may take, and what it may be told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.training.post_training.teachers import in_a_thread
+from tllm.cluster.certificates import Authority
+from tllm.cluster.tls import data_client, data_server
+from tllm.core.errors import LinkTimeout
+from tllm.training.questions import run_connection
+from tllm.training.questions.answerer_places import AnswererPlace
+from tllm.training.questions.question_server import QuestionServer
+from tllm.training.questions.run_connection import Conversation, RunConnection
+
+LENGTHS: Conversation[str, str, int] = Conversation(
+    "one that counts", msgspec.msgpack.Decoder(str), msgspec.msgpack.Decoder(str), msgspec.msgpack.Decoder(int)
+)
+
+
+class Counting:
+    """Answers with the length of a question, and takes its `seconds` to greet and to answer."""
+
+    name, seconds = "counts", 0.0
+
+    def open_session(self, introduction: str) -> Counting:
+        time.sleep(self.seconds)
+        return self
+
+    def answer(self, question: str) -> int:
+        time.sleep(self.seconds)
+        return len(question)
+
+    def failed(self, question: str, reason: str) -> int:
+        raise AssertionError(reason)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def counting() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def connection(counting: Counting) -> Iterator[RunConnection[str, str, int]]:
+    authority = Authority.create()
+    server: Any = QuestionServer(counting, LENGTHS, ("127.0.0.1", 0), data_server(authority.identity("counts")))
+    with in_a_thread(server):
+        place = AnswererPlace("here", server.address)
+        dialled: RunConnection[str, str, int] = RunConnection.dial(
+            LENGTHS, place, data_client(authority.identity("run"))
+        )
+        yield dialled
+        dialled.close()
+
+
+def test_who_is_at_work_for_longer_than_a_silence_is_not_taken_for_lost(
+    counting: Counting, connection: RunConnection[str, str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that took more than five minutes for its completions was asked ten times, and the run then ended."""
+    connection.answers.set_deadline(1.0)
+    monkeypatch.setattr(run_connection, "WORK_SECONDS", 0.05)
+    counting.seconds, told = 2.0, list[None]()
+    assert not connection.introduce("a run", lambda: told.append(None)).refused and told
+    connection.send_question("1234")
+    assert connection.receive_answer()[0] == 4
+    monkeypatch.setattr(run_connection, "WORK_SECONDS", 60.0)
+    connection.send_question("12345")
+    with pytest.raises(LinkTimeout):
+        connection.receive_answer()
