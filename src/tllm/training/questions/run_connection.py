@@ -129,7 +129,7 @@ class RunConnection(Generic[Intro, Q, A]):
         return decoded(content, self.conversation.answers), len(content) + frame.HEADER_SIZE
 
     def receive_introduction(self) -> Intro:
-        return decoded(self.questions.recv_bytes(GREETING_LIMIT), self.conversation.introductions)
+        return decoded(self.questions.recv_bytes(QUESTION_LIMIT), self.conversation.introductions)
 
     def receive_question(self) -> Q:
         return decoded(self.questions.recv_bytes(QUESTION_LIMIT), self.conversation.questions)

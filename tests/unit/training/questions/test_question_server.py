@@ -74,3 +74,10 @@ def test_who_is_at_work_for_longer_than_a_silence_is_not_taken_for_lost(
     connection.send_question("12345")
     with pytest.raises(LinkTimeout):
         connection.receive_answer()
+
+
+def test_a_run_is_introduced_by_as_much_as_a_question_may_hold(connection: RunConnection[str, str, int]) -> None:
+    """A job of many files was told as a lost connection, again and again."""
+    assert not connection.introduce("a" * (2 << 20)).refused
+    connection.send_question("1")
+    assert connection.receive_answer()[0] == 1
