@@ -134,6 +134,8 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
                 log.warning("the %s at %s is lost; what it was asked is asked again", self._whom, self.name)
         except (ConfigError, ClusterError) as error:
             self._queue.fail(error)
+        except MemoryError:  # nobody else would ask in the place of this thread, and the run would wait for ever
+            self._queue.fail(ClusterError(f"there is no memory for what goes to the {self._whom} at {self.name}"))
         finally:
             connection.close()
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from tllm.core.errors import ClusterError
 from tllm.core.timing import AwakeClock
 from tllm.training.questions import remote_answerer
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.remote_answerer import RemoteAnswerer, wait_for
-from tllm.training.questions.run_connection import RunConnection
+from tllm.training.questions.run_connection import Greeting, RunConnection
 from tllm.training.questions.stop_signal import StopSignal
 from tllm.training.teachers.teacher_messages import Answer, Lesson, Question
 from tllm.training.teachers.teacher_threads import TeacherInquirer, TeacherQueue
@@ -78,3 +79,30 @@ def test_a_connection_that_comes_after_the_end_is_closed(
     monkeypatch.setattr(RunConnection, "dial", dial)
     one._run()
     assert silent.closed == 1
+
+
+class Greets:
+    """A connection to somebody who greets every run."""
+
+    def introduce(self, introduction: Any, on_work: Any) -> Greeting:
+        return Greeting("far")
+
+    def close(self) -> None: ...
+
+
+def test_a_run_that_has_no_memory_for_what_it_asks_ends_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ended without a word, and the run waited for one that was "computing" for ever."""
+
+    def send(*args: Any) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(RunConnection, "dial", lambda *args: Greets())
+    monkeypatch.setattr(TeacherInquirer, "send", send)
+    queue = TeacherQueue("teacher")
+    asked = queue.ask(Question(1, b"", (1,), b""))
+    one = RemoteAnswerer(
+        AnswererPlace("far:1", ("far", 1)), ssl.create_default_context(), TeacherInquirer(LESSON), queue
+    )
+    one._run()
+    with pytest.raises(ClusterError, match="there is no memory for what goes to the teacher at far:1"):
+        asked.answered.result(0)
