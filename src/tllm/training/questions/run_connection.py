@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from tllm.cluster.connection import NO_ADDRESS
 from tllm.comm.links import frame
 from tllm.comm.links.handshake import LINK_WELCOMES, peer_certificate, receive_message, send_message, start_tls
 from tllm.comm.links.link import break_off
@@ -193,7 +194,7 @@ def _dial(place: AnswererPlace, context: ssl.SSLContext, hello: RunHello, answer
             f"the {answerer} at {address[0]}:{address[1]} and this run do not trust each other: {failure.reason}",
             "both need the same file of the secret, and clocks that agree to an hour",
         )
-    except (OSError, FrameError) as failure:
+    except (OSError, *NO_ADDRESS, FrameError) as failure:
         error = LinkClosed(getattr(failure, "strerror", None) or str(failure))
     if sock is not None:
         sock.close()

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tllm.core.errors import ClusterError
+from tllm.core.errors import ClusterError, LinkClosed
 from tllm.core.timing import AwakeClock
 from tllm.training.questions import remote_answerer
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.remote_answerer import RemoteAnswerer, wait_for
 from tllm.training.questions.run_connection import Greeting, RunConnection
 from tllm.training.questions.stop_signal import StopSignal
-from tllm.training.teachers.teacher_messages import Answer, Lesson, Question
+from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question
 from tllm.training.teachers.teacher_threads import TeacherInquirer, TeacherQueue
 
 LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
@@ -106,3 +106,9 @@ def test_a_run_that_has_no_memory_for_what_it_asks_ends_with_that(monkeypatch: p
     one._run()
     with pytest.raises(ClusterError, match="there is no memory for what goes to the teacher at far:1"):
         asked.answered.result(0)
+
+
+def test_who_has_a_name_that_none_can_have_is_dialled_as_one_that_nobody_knows() -> None:
+    """Its thread ended with the error of Python's library, and nobody was told why."""
+    with pytest.raises(LinkClosed, match="label"):
+        RunConnection.dial(TEACHING, AnswererPlace("a..b:1", ("a..b", 1)), ssl.create_default_context())
