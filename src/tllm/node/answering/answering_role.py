@@ -24,6 +24,7 @@ from tllm.node.roles.control import Control
 from tllm.node.weights.model_folder import same_model
 from tllm.training.step.rank_groups import Groups
 from tllm.weights.byte_source import ByteSource, Fetch, LocalFiles, RemoteFiles
+from tllm.weights.load import Progress
 
 
 class AnsweringRole:
@@ -31,13 +32,20 @@ class AnsweringRole:
     compute the model with it is lost.
 
     The first of them listens on the host of the `listener` at any free port, and answers whom the coordinator has named
-    and nobody else in the cluster. ConfigError or WeightsError where the model of the role cannot be had here.
+    and nobody else in the cluster. ConfigError or WeightsError where the model of the role cannot be had here; what
+    `progress` raises, which hears of the bytes that are read.
     """
 
     outlives = True
 
     def __init__(
-        self, order: TakeRole, listener: Listener, identity: Identity, device: torch.device, control: Control
+        self,
+        order: TakeRole,
+        listener: Listener,
+        identity: Identity,
+        device: torch.device,
+        control: Control,
+        progress: Progress,
     ) -> None:
         conversation, open_answerer = ANSWERERS[order.role]
         with contextlib.ExitStack() as unmade:
@@ -48,7 +56,7 @@ class AnsweringRole:
                 team = AnsweringTeam.connect(placed, order.plan, identity, listener)
                 unmade.callback(team.close)  # the others wait for this rank
             groups = Groups() if team is None else team.groups
-            model = open_answerer(order, _weights(order, control.fetch), device, groups, None)
+            model = open_answerer(order, _weights(order, control.fetch), device, groups, progress)
             place, inbox = (listener.address[0], 0), control.inbox
             door = AnsweringDoor(place, data_server(identity), lambda: inbox.asker) if order.rank == 0 else None
             self._part = AnsweringPart(conversation, model, team, door)

@@ -393,13 +393,13 @@ class Control:
         self._node.supersede(message)
         return await self._order_once(message)
 
-    async def _order_once(self, message: Assign | Start | TakeRole) -> Message:
+    async def _order_once(self, message: Assign | Start) -> Message:
         return [answer async for answer in self._order(message)][-1]
 
-    async def _take_role(self, message: TakeRole) -> Message:
+    def _take_role(self, message: TakeRole) -> AsyncGenerator[Message, None]:
         self._node.interrupt()  # what it did has no part in any plan any more
         self.inbox.asker = None
-        return await self._order_once(message)
+        return self._order(message)
 
     async def _know_answerers(self, message: RolePlaces) -> None:
         places = [AnswererPlace(at.node, (at.host, at.port), at.node, message.run) for at in message.places]

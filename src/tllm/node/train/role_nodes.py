@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from itertools import islice
 
 import msgspec
@@ -262,15 +263,17 @@ class RoleNodes:
             channel = self._members.channels.get(node)
             if channel is None:
                 raise ClusterError("it went away")
-            taken = await channel.ask(order, self._coordinator.work.load_seconds)
+            async with aclosing(channel.stream(order, self._coordinator.work.load_seconds)) as answers:
+                async for answer in answers:  # those before the last tell that it reads its model
+                    if isinstance(answer, RoleTaken):
+                        return answer
+            raise ClusterError("it does not say that it has the role")
         except TllmError as error:
             why = error.message if node in error.message else f"{node} cannot {DOES[order.role]}: {error.message}"
             if isinstance(error, LinkError) or error.peer is not None:  # between two of a team
                 return LinkError(why, error.hint)
             self._members.record(RankRefused(node, error.message))
             return type(error)(why, error.hint)
-        assert isinstance(taken, RoleTaken), "what a node answers"
-        return taken
 
     def _order(self, role: RoleName) -> TakeRole:
         """What a node must know to take a role. ConfigError or WeightsError where this machine lacks the teacher."""

@@ -20,7 +20,7 @@ from tests.support.models.families import save_model
 from tests.support.training.runs import job_for
 from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
-from tllm.cluster.messages import Heartbeat, Message, RoleAsker, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.messages import Heartbeat, Message, Progress, RoleAsker, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.state import Member, NodeHeard, NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import AuthError, ConfigError, LinkClosed, WeightsError
 from tllm.node.answering.answering_team import BROKEN, team_number
@@ -43,8 +43,9 @@ class Node:
         self.told: dict[str, list[str]] = {}
         self.asker = ""
 
-    async def ask(self, order: TakeRole, seconds: float) -> RoleTaken:
+    async def stream(self, order: TakeRole, seconds: float) -> AsyncIterator[Progress | RoleTaken]:
         self.orders.append(order)
+        yield Progress(1, 2)
         if self.fails:
             raise WeightsError("there is no model.safetensors")
         if self.reaches_nobody:
@@ -53,7 +54,7 @@ class Node:
             self.distrusts, error = False, AuthError("it hung up in the middle of the handshake")
             error.peer = 1
             raise error
-        return RoleTaken(order.role, 0 if order.rank else self.port, order.team)
+        yield RoleTaken(order.role, 0 if order.rank else self.port, order.team)
 
     def post(self, message: Message) -> None:
         if isinstance(message, RoleAsker):
