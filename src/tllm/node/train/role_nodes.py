@@ -24,6 +24,7 @@ from tllm.core.errors import ClusterError, ConfigError, LinkError, TllmError, We
 from tllm.core.tasks import background, end_tasks
 from tllm.node.answering.answering_team import BROKEN, team_number
 from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.coordinator.membership import hear_others
 from tllm.node.train import role_teams
 from tllm.node.train.role_teams import FailedTeams, larger_parts_first, possible_teams
 from tllm.node.weights.model_folder import ModelFolder
@@ -246,19 +247,23 @@ class RoleNodes:
         name = f"{state.cluster}/{role}/{secrets.token_hex(4)}"
         places = tuple(RankAddress(member.node, member.facts.host, member.facts.port) for member in team)
         order = msgspec.structs.replace(order, team=name, places=places if len(team) > 1 else ())
-        asked = [self._ask(one.node, msgspec.structs.replace(order, rank=rank)) for rank, one in enumerate(team)]
-        found = await asyncio.gather(*asked)
-        faults = [one for one in found if isinstance(one, TllmError)]
-        if faults:
-            raise min(faults, key=lambda fault: isinstance(fault, LinkError))
-        for member, taken in zip(team, found, strict=True):
-            assert isinstance(taken, RoleTaken), "nobody failed"
+        orders = [msgspec.structs.replace(order, rank=rank) for rank in range(len(team))]
+        asked = [asyncio.create_task(self._ask(*one)) for one in zip(_names(team), orders, strict=True)]
+        try:
+            found = await asyncio.gather(*asked)
+        except TllmError:
+            await hear_others(asked)  # but not until they have read their parts in vain
+            faults = [one.exception() for one in asked if one.done()]
+            raise min((one for one in faults if one is not None), key=lambda one: isinstance(one, LinkError)) from None
+        finally:
+            await end_tasks(*asked)
+        for taken, member in zip(found, team, strict=True):
             self._members.record(RoleBegan(member.node, taken))
         log.info("%s is to %s", " with ".join(member.node for member in team), DOES[role])
         self.tell()
 
-    async def _ask(self, node: str, order: TakeRole) -> RoleTaken | TllmError:
-        """What a node answers, or what it fails of, which is said of it where it is its own."""
+    async def _ask(self, node: str, order: TakeRole) -> RoleTaken:
+        """What a node answers. Raises what it fails of, which is said of it where it is its own."""
         try:
             channel = self._members.channels.get(node)
             if channel is None:
@@ -271,9 +276,9 @@ class RoleNodes:
         except TllmError as error:
             why = error.message if node in error.message else f"{node} cannot {DOES[order.role]}: {error.message}"
             if isinstance(error, LinkError) or error.peer is not None:  # between two of a team
-                return LinkError(why, error.hint)
+                raise LinkError(why, error.hint) from error
             self._members.record(RankRefused(node, error.message))
-            return type(error)(why, error.hint)
+            raise type(error)(why, error.hint) from error
 
     def _order(self, role: RoleName) -> TakeRole:
         """What a node must know to take a role. ConfigError or WeightsError where this machine lacks the teacher."""

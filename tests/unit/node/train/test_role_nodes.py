@@ -24,6 +24,7 @@ from tllm.cluster.messages import Heartbeat, Message, Progress, RoleAsker, RoleP
 from tllm.cluster.state import Member, NodeHeard, NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import AuthError, ConfigError, LinkClosed, WeightsError
 from tllm.node.answering.answering_team import BROKEN, team_number
+from tllm.node.coordinator import membership
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.train import role_nodes, role_teams
 from tllm.node.train.elastic_run import ElasticRun
@@ -38,7 +39,7 @@ class Node:
     """The coordinator's connection to one, which takes any role unless it is told to fail, or once with another."""
 
     def __init__(self, port: int) -> None:
-        self.port, self.fails, self.distrusts, self.reaches_nobody = port, False, False, False
+        self.port, self.fails, self.distrusts, self.reaches_nobody, self.reads_on = port, False, False, False, False
         self.orders: list[TakeRole] = []
         self.told: dict[str, list[str]] = {}
         self.asker = ""
@@ -46,6 +47,8 @@ class Node:
     async def stream(self, order: TakeRole, seconds: float) -> AsyncIterator[Progress | RoleTaken]:
         self.orders.append(order)
         yield Progress(1, 2)
+        if self.reads_on:
+            await asyncio.Event().wait()
         if self.fails:
             raise WeightsError("there is no model.safetensors")
         if self.reaches_nobody:
@@ -75,10 +78,11 @@ class Scene:
         self.members, self.roles = self.run.coordinator.members, self.run.roles
         self.nodes: dict[str, Node] = {}
 
-    async def join(self, *names: str, fails: bool = False, had: RoleTaken | None = None, memory: int = 2**30) -> None:
+    async def join(self, *names: str, had: RoleTaken | None = None, memory: int = 2**30, **faults: bool) -> None:
         for name in names:
             self.nodes[name] = Node(ord(name[0]))
-            self.nodes[name].fails = fails
+            for fault, is_there in faults.items():
+                setattr(self.nodes[name], fault, is_there)
             self.members.channels[name] = self.nodes[name]  # type: ignore[assignment]
             found = msgspec.structs.replace(facts(name), memory_bytes=memory)
             self.members.record(NodeJoined(name, found, 0.0, role=had))
@@ -304,6 +308,27 @@ def test_a_node_that_nobody_reaches_keeps_no_others_from_their_role(
             await one.rest()
             assert "b" not in one.having("teacher")
             assert len(one.nodes["b"].orders) <= 4, "one of before, and no more than one with each of the others"
+
+    play(scene)
+
+
+def test_a_team_of_which_one_is_lost_is_not_waited_for_until_the_others_have_read_their_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role_nodes, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(role_teams, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "ANSWER_SECONDS", 0.01)
+
+    async def scene() -> None:
+        async with playing(model, tmp_path, "pp=1", "abc", teacher_nodes=(2,), teacher_plan="pp=2") as one:
+            one.nodes["b"].reads_on = True
+            await one.lose("c")
+            await one.join("d", reaches_nobody=True)
+            while len(one.nodes["d"].orders) < 2:
+                await asyncio.sleep(0.005)
+            one.nodes["b"].reads_on = one.nodes["d"].reaches_nobody = False
+            while one.having("teacher") != ["b"]:
+                await asyncio.sleep(0.005)
 
     play(scene)
 
