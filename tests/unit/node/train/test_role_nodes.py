@@ -177,6 +177,19 @@ def test_who_joins_takes_the_role_of_a_lost_node_and_rank_0_is_told(model: Path,
     play(scene)
 
 
+def test_who_reads_a_model_keeps_no_other_from_a_role(model: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with playing(model, tmp_path, "pp=1", "abc", teacher_nodes=(1,), rollout_nodes=("b",)) as one:
+            for name in "bc":
+                await one.lose(name)
+            await one.join("d", reads_on=True)
+            await one.join("b")
+            assert one.nodes["d"].orders[0].role == "teacher" and one.having("teacher") == []
+            assert one.having("rollout") == ["b"] and len(one.nodes["d"].orders) == 1
+
+    play(scene)
+
+
 def test_who_is_named_for_a_role_that_lacks_it_takes_no_other(model: Path, tmp_path: Path) -> None:
     async def scene() -> None:
         async with playing(model, tmp_path, "pp=1", "abcd", teacher_nodes=("c", "d"), rollout_nodes=(1,)) as one:
