@@ -31,6 +31,10 @@ HELLO_SECONDS = 5.0
 HALF_OPEN = 32
 """Connections in their handshake at a time, and first ones that wait for their second."""
 
+FAULTS = (TllmError, OSError, RuntimeError, MemoryError)
+"""With these the run is to end, and not to ask again: ours, what the system refuses (a file that may not be read, say),
+and memory that is not there, as torch and as numpy say it."""
+
 log = logging.getLogger("tllm.answers")
 
 Introduced = TypeVar("Introduced", contravariant=True)
@@ -231,7 +235,7 @@ class QuestionServer(Generic[Intro, Q, A]):
         except LinkClosed as error:  # of others who compute the model with this process: the run asks whoever is left
             log.warning("cannot serve the run at %s: %s", peer, error.message)
             return None
-        except (TllmError, RuntimeError, MemoryError) as error:
+        except FAULTS as error:
             log.warning("cannot serve the run at %s: %s", peer, _reason(error))
             connection.send_answer(Greeting(self._answerer.name, _reason(error)))
             return None
@@ -261,7 +265,7 @@ class QuestionServer(Generic[Intro, Q, A]):
                 except LinkClosed as error:  # of others who compute it with this process: the run asks whoever is left
                     log.warning("answers %s no more: %s", peer, error.message)
                     return
-                except (TllmError, RuntimeError, MemoryError) as error:
+                except FAULTS as error:
                     answer = session.failed(question, _reason(error))
                 connection.send_answer(answer)
                 answers += 1
@@ -270,7 +274,6 @@ class QuestionServer(Generic[Intro, Q, A]):
             log.info("%s answered", were)
 
 
-def _reason(error: TllmError | RuntimeError | MemoryError) -> str:
-    """In one line. A RuntimeError is torch's, out of memory say, for which numpy has a MemoryError: the run is to end
-    with it, and not to ask again."""
+def _reason(error: TllmError | OSError | RuntimeError | MemoryError) -> str:
+    """In one line."""
     return error.message if isinstance(error, TllmError) else f"it failed: {error}".splitlines()[0]

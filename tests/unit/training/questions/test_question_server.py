@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,11 +25,14 @@ LENGTHS: Conversation[str, str, int] = Conversation(
 
 
 class Counting:
-    """Answers with the length of a question, and takes its `seconds` to greet and to answer."""
+    """Answers with the length of a question, and takes its `seconds` to greet and to answer, if it has no `fault`."""
 
     name, seconds = "counts", 0.0
+    fault: OSError | None = None
 
     def open_session(self, introduction: str) -> Counting:
+        if self.fault is not None:
+            raise self.fault
         time.sleep(self.seconds)
         return self
 
@@ -81,3 +85,11 @@ def test_a_run_is_introduced_by_as_much_as_a_question_may_hold(connection: RunCo
     assert not connection.introduce("a" * (2 << 20)).refused
     connection.send_question("1")
     assert connection.receive_answer()[0] == 1
+
+
+def test_a_run_is_told_of_what_the_system_refuses_the_server(
+    counting: Counting, connection: RunConnection[str, str, int]
+) -> None:
+    """It hung up without a word, and the run dialled again for 500 s."""
+    counting.fault = PermissionError(errno.EACCES, "Permission denied", "model.safetensors")
+    assert "Permission denied: 'model.safetensors'" in connection.introduce("a run").refused
