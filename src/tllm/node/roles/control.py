@@ -191,8 +191,11 @@ class HeartbeatExchange:
         while True:
             patience = 1 if self._finder.replicas else math.inf if self._node.ends_with_starter else PATIENCE
             limit = self._attached.silence_seconds * patience
+            heard = self._channel.heard
             self._channel.post(self._node.heartbeat())
             await asyncio.sleep(self._attached.beat_seconds)
+            if self._channel.heard > heard:  # heartbeats come after a long message, such as 8 MiB of weights
+                self._received = self._clock()
             if self._clock() - self._received > limit:
                 self.silence = f"the coordinator has been silent for more than {limit:g} s"
                 self._channel.abort()
