@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -228,11 +229,11 @@ class QuestionServer(Generic[Intro, Q, A]):
         """Greet the run; None for one that cannot be served, which is told why."""
         introduction = connection.receive_introduction()
         try:
-            with connection.at_work(), self._computing:
+            with self._turn(connection):
                 session = self._answerer.open_session(introduction)
         except FrameError:
             raise
-        except LinkClosed as error:  # of others who compute the model with this process: the run asks whoever is left
+        except LinkClosed as error:  # of the run, or of others who compute the model: it asks whoever is left
             log.warning("cannot serve the run at %s: %s", peer, error.message)
             return None
         except FAULTS as error:
@@ -247,6 +248,14 @@ class QuestionServer(Generic[Intro, Q, A]):
         log.info("serving the run at %s", peer)
         return session
 
+    @contextlib.contextmanager
+    def _turn(self, connection: RunConnection[Intro, Q, A]) -> Iterator[None]:
+        """A run's, for which it may have to wait. LinkClosed where it has gone meanwhile."""
+        with connection.at_work(), self._computing:
+            if connection.questions.is_over:
+                raise LinkClosed("it has gone")
+            yield
+
     def _answer(
         self, connection: RunConnection[Intro, Q, A], session: Session[Q, A], speaker: AskingRun, peer: str
     ) -> None:
@@ -259,10 +268,10 @@ class QuestionServer(Generic[Intro, Q, A]):
                     log.warning("answers %s no more: %s", peer, refusal)
                     return
                 try:
-                    with connection.at_work(), self._computing:
+                    with self._turn(connection):
                         answer = session.answer(question)
                         self.answered += 1
-                except LinkClosed as error:  # of others who compute it with this process: the run asks whoever is left
+                except LinkClosed as error:  # of the run, or of others who compute the model
                     log.warning("answers %s no more: %s", peer, error.message)
                     return
                 except FAULTS as error:

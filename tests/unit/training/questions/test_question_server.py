@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,6 +31,9 @@ class Counting:
     name, seconds = "counts", 0.0
     fault: OSError | None = None
 
+    def __init__(self) -> None:
+        self.answered = list[str]()
+
     def open_session(self, introduction: str) -> Counting:
         if self.fault is not None:
             raise self.fault
@@ -37,6 +41,7 @@ class Counting:
         return self
 
     def answer(self, question: str) -> int:
+        self.answered.append(question)
         time.sleep(self.seconds)
         return len(question)
 
@@ -51,17 +56,29 @@ def counting() -> Counting:
     return Counting()
 
 
+Dial = Callable[[], RunConnection[str, str, int]]
+
+
 @pytest.fixture
-def connection(counting: Counting) -> Iterator[RunConnection[str, str, int]]:
+def dial(counting: Counting) -> Iterator[Dial]:
     authority = Authority.create()
     server: Any = QuestionServer(counting, LENGTHS, ("127.0.0.1", 0), data_server(authority.identity("counts")))
-    with in_a_thread(server):
-        place = AnswererPlace("here", server.address)
-        dialled: RunConnection[str, str, int] = RunConnection.dial(
-            LENGTHS, place, data_client(authority.identity("run"))
-        )
-        yield dialled
-        dialled.close()
+    context = data_client(authority.identity("run"))
+    with in_a_thread(server), contextlib.ExitStack() as dialled:
+
+        def dial() -> RunConnection[str, str, int]:
+            connection: RunConnection[str, str, int] = RunConnection.dial(
+                LENGTHS, AnswererPlace("here", server.address), context
+            )
+            dialled.callback(connection.close)
+            return connection
+
+        yield dial
+
+
+@pytest.fixture
+def connection(dial: Dial) -> RunConnection[str, str, int]:
+    return dial()
 
 
 def test_who_is_at_work_for_longer_than_a_silence_is_not_taken_for_lost(
@@ -93,3 +110,23 @@ def test_a_run_is_told_of_what_the_system_refuses_the_server(
     """It hung up without a word, and the run dialled again for 500 s."""
     counting.fault = PermissionError(errno.EACCES, "Permission denied", "model.safetensors")
     assert "Permission denied: 'model.safetensors'" in connection.introduce("a run").refused
+
+
+def test_nothing_is_computed_for_a_run_that_has_gone(
+    counting: Counting, connection: RunConnection[str, str, int], dial: Dial
+) -> None:
+    """Else the model is built again for each connection that a run has lost, while the run itself waits its turn."""
+    gone = dial()
+    for one in (connection, gone):
+        one.introduce("a run")
+    counting.seconds = 1.0
+    connection.send_question("at work")
+    while not counting.answered:
+        time.sleep(0.01)
+    gone.send_question("in vain")
+    time.sleep(0.2)
+    gone.close()
+    connection.receive_answer()
+    connection.send_question("at last")
+    connection.receive_answer()
+    assert counting.answered == ["at work", "at last"]
