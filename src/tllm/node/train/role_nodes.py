@@ -19,7 +19,7 @@ import msgspec
 
 from tllm.cluster.messages import RankAddress, RoleAsker, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.settings import TrainSettings
-from tllm.cluster.state import Member, RankRefused, RoleBegan, RoleGiven
+from tllm.cluster.state import Member, RankLoading, RankRefused, RoleBegan, RoleGiven
 from tllm.core.errors import ClusterError, ConfigError, LinkError, TllmError, WeightsError
 from tllm.core.tasks import background, end_tasks
 from tllm.node.answering.answering_team import BROKEN, team_number
@@ -278,9 +278,10 @@ class RoleNodes:
             if channel is None:
                 raise ClusterError("it went away")
             async with aclosing(channel.stream(order, self._coordinator.work.load_seconds)) as answers:
-                async for answer in answers:  # those before the last tell that it reads its model
+                async for answer in answers:
                     if isinstance(answer, RoleTaken):
                         return answer
+                    self._members.record(RankLoading(node, answer))
             raise ClusterError("it does not say that it has the role")
         except TllmError as error:
             why = error.message if node in error.message else f"{node} cannot {DOES[order.role]}: {error.message}"

@@ -186,6 +186,8 @@ def test_who_reads_a_model_keeps_no_other_from_a_role(model: Path, tmp_path: Pat
             await one.join("b")
             assert one.nodes["d"].orders[0].role == "teacher" and one.having("teacher") == []
             assert one.having("rollout") == ["b"] and len(one.nodes["d"].orders) == 1
+            reading = one.run.state.member("d")
+            assert reading is not None and (reading.phase, reading.progress) == ("loading", Progress(1, 2))
 
     play(scene)
 
