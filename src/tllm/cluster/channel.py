@@ -191,7 +191,7 @@ class Channel:
 
     @property
     def heard(self) -> float:
-        """When bytes last came on a channel that was accepted, by time.monotonic()."""
+        """When bytes last came, by time.monotonic()."""
         assert isinstance(self._reader, TimedReader)
         return self._reader.heard
 

@@ -101,10 +101,13 @@ async def connect_tls(
     """Connect as a client; `name` must be on the server's certificate. AuthError if it is not, Unreachable if nobody
     answers, TurnedAway if who listens hangs up."""
     where = f"{name} at {format_address(address)}"
+    loop = asyncio.get_running_loop()
+    reader = TimedReader(BUFFER_BYTES, loop)
+    protocol = asyncio.StreamReaderProtocol(reader)
     try:
         async with asyncio.timeout(seconds):
-            reader, writer = await asyncio.open_connection(
-                *address, ssl=context, server_hostname=name, limit=BUFFER_BYTES, ssl_shutdown_timeout=1.0
+            transport, _ = await loop.create_connection(
+                lambda: protocol, *address, ssl=context, server_hostname=name, ssl_shutdown_timeout=1.0
             )
     except TimeoutError as error:
         raise Unreachable(f"{where} did not answer within {seconds:g} s", SEE) from error
@@ -112,7 +115,7 @@ async def connect_tls(
         raise failure(where, error) from error
     except NO_ADDRESS as error:
         raise ClusterError(f"{where} is no address: {error}", "write HOST:PORT, as in 192.168.1.10:8476") from error
-    return Channel(reader, writer, where, accepts, limit)
+    return Channel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), where, accepts, limit)
 
 
 class Unreachable(ClusterError):

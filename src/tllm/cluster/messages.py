@@ -34,7 +34,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 19
+PROTOCOL = 20
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -414,7 +414,8 @@ class Done(Message, frozen=True):
 
 # --- roles of a training run beside its plan
 class TakeRole(Message, frozen=True, kw_only=True):
-    """Asks a node without a rank to answer a run, until it has a part or the cluster ends. The answer is `RoleTaken`.
+    """Asks a node without a rank to answer a run, until it has a part or the cluster ends. The answers are `Progress`
+    while it reads its model, then `RoleTaken`.
 
     `model` is the name of the role's model, `config` its config as JSON, `vocabulary` the digest of its tokens ("" if
     that is not to be compared), and `dtype` what a teacher computes in. `folder` and `files` say where its weights may

@@ -235,9 +235,9 @@ class Worker:
                 case Assign():
                     order.answer(self._take_role(message).prepared())
                 case Load():
-                    order.answer(self._load(message, order))
+                    order.answer(self._load(order))
                 case TakeRole():
-                    answering = self._begin_answering(message)
+                    answering = self._begin_answering(message, order)
         except (TllmError, OSError) as error:
             said = error if isinstance(error, TllmError) else _of_this_machine(error)
             if not self._control.reason:
@@ -253,10 +253,11 @@ class Worker:
         """Ask the coordinator to let the training save and end, on every node."""
         self._control.post(Stop())
 
-    def _begin_answering(self, order: TakeRole) -> AnsweringRole:
+    def _begin_answering(self, message: TakeRole, order: WorkerOrder) -> AnsweringRole:
         self._end_role()
-        self._placed, self._role, self._before, self._is_done = order, None, None, True
-        self._role = answering = AnsweringRole(order, self._listener, self._identity, self._device, self._control)
+        self._placed, self._role, self._before, self._is_done = message, None, None, True
+        given = self._listener, self._identity, self._device, self._control
+        self._role = answering = AnsweringRole(message, *given, self._progress(order))
         return answering
 
     def _end_role(self) -> None:
@@ -280,19 +281,23 @@ class Worker:
         self._before = before if isinstance(role, SurveyRank) else None
         return role
 
-    def _load(self, message: Load, order: WorkerOrder) -> Loaded:
+    def _load(self, order: WorkerOrder) -> Loaded:
         assert isinstance(self._role, RankRole), "an assignment comes before loading"
+        return self._role.load(self._progress(order))
+
+    def _progress(self, order: WorkerOrder) -> Callable[[int, int], None]:
+        """Tells the coordinator how much is read for an order. ClusterError once another order has come, or the end."""
         last = 0.0
 
         def progress(done: int, total: int) -> None:
             nonlocal last
-            if message.epoch < self._control.epoch or self._control.reason:
-                raise ClusterError(f"epoch {message.epoch} is over")
+            if not self._control.inbox.orders.empty():
+                raise ClusterError("what was to be read is wanted no more")
             if done == total or time.monotonic() - last > PROGRESS_SECONDS:
                 last = time.monotonic()
                 order.answer(Progress(done, total))
 
-        return self._role.load(progress)
+        return progress
 
     def _compute(self, message: Start, order: WorkerOrder) -> None:
         """Run the role. If a link breaks, a node whose role can be made anew waits for the next assignment."""

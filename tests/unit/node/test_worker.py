@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tllm.cluster.messages import AdapterReady, Assign, Load, LoadAdapter, Loaded, Start
+from tllm.cluster.messages import AdapterReady, Assign, Load, LoadAdapter, Loaded, Progress, Start, TakeRole
 from tllm.cluster.settings import DoctorSettings, EngineSettings, SurveySettings, TrainSettings, VerifySettings
 from tllm.cluster.weight_messages import AdapterFiles
 from tllm.core.errors import CapacityError, ClusterError, ConfigError, LinkError
@@ -120,6 +120,26 @@ def test_a_part_that_the_system_refuses_is_answered_and_the_node_goes_on(monkeyp
     one._follow(WorkerOrder(assign(TRAIN), answers.append))
     (said,) = answers
     assert isinstance(said, ClusterError) and said.message == "No space left on device (/cache/pages)"
+
+
+def test_a_node_that_reads_a_model_for_a_role_says_how_far_it_is_until_it_has_another_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had 600 s for all of it, too few for 14 GB over 100 Mbit/s, and read on where it was to do something else."""
+    one, answers = worker(), list[Any]()
+    one._control.inbox = Inbox()
+
+    def read(*given: Any) -> None:
+        progress = given[-1]
+        progress(1, 2)
+        one._control.inbox.orders.put(WorkerOrder(assign(TRAIN), answers.append))
+        progress(2, 2)
+        raise AssertionError("it reads on for a role that it has no more")
+
+    monkeypatch.setattr(worker_module, "AnsweringRole", read)
+    one._follow(WorkerOrder(TakeRole(role="teacher", model="m", config="{}"), answers.append))
+    told, fault = answers
+    assert told == Progress(1, 2) and isinstance(fault, ClusterError)
 
 
 def test_each_node_puts_its_own_device_in_the_place_of_what_it_is_told() -> None:

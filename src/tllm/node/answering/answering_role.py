@@ -16,6 +16,7 @@ from tllm.cluster.messages import RoleTaken, TakeRole
 from tllm.cluster.tls import data_server
 from tllm.cluster.weight_messages import role_file
 from tllm.comm.links.connect import Listener
+from tllm.core.errors import LinkClosed
 from tllm.engine.driver import CloseRing, Command
 from tllm.node.answering.answerers import ANSWERERS
 from tllm.node.answering.answering_part import AnsweringDoor, AnsweringPart
@@ -23,7 +24,8 @@ from tllm.node.answering.answering_team import BROKEN, AnsweringTeam, TeamPlace,
 from tllm.node.roles.control import Control
 from tllm.node.weights.model_folder import same_model
 from tllm.training.step.rank_groups import Groups
-from tllm.weights.byte_source import ByteSource, Fetch, LocalFiles, RemoteFiles
+from tllm.weights.byte_source import ByteSource, LocalFiles, RemoteFiles
+from tllm.weights.load import Progress
 
 
 class AnsweringRole:
@@ -31,13 +33,20 @@ class AnsweringRole:
     compute the model with it is lost.
 
     The first of them listens on the host of the `listener` at any free port, and answers whom the coordinator has named
-    and nobody else in the cluster. ConfigError or WeightsError where the model of the role cannot be had here.
+    and nobody else in the cluster. ConfigError or WeightsError where the model of the role cannot be had here; what
+    `progress` raises, which hears of the bytes that are read.
     """
 
     outlives = True
 
     def __init__(
-        self, order: TakeRole, listener: Listener, identity: Identity, device: torch.device, control: Control
+        self,
+        order: TakeRole,
+        listener: Listener,
+        identity: Identity,
+        device: torch.device,
+        control: Control,
+        progress: Progress,
     ) -> None:
         conversation, open_answerer = ANSWERERS[order.role]
         with contextlib.ExitStack() as unmade:
@@ -48,7 +57,7 @@ class AnsweringRole:
                 team = AnsweringTeam.connect(placed, order.plan, identity, listener)
                 unmade.callback(team.close)  # the others wait for this rank
             groups = Groups() if team is None else team.groups
-            model = open_answerer(order, _weights(order, control.fetch), device, groups, None)
+            model = open_answerer(order, _weights(order, control), device, groups, progress)
             place, inbox = (listener.address[0], 0), control.inbox
             door = AnsweringDoor(place, data_server(identity), lambda: inbox.asker) if order.rank == 0 else None
             self._part = AnsweringPart(conversation, model, team, door)
@@ -83,9 +92,9 @@ class AnsweringRole:
         self._part.close()
 
 
-def _weights(order: TakeRole, fetch: Fetch) -> ByteSource | None:
-    """The model's files on this node, if they are the same, else the coordinator's, read as they are needed. None where
-    all weights come from the run."""
+def _weights(order: TakeRole, control: Control) -> ByteSource | None:
+    """The model's files on this node, if they are the same, else the coordinator's, read as they are needed: LinkClosed
+    once the node is to do something else. None where all weights come from the run."""
     folder = Path(order.folder)
     if order.files and same_model(folder, order.files):
         return LocalFiles(folder)
@@ -93,6 +102,8 @@ def _weights(order: TakeRole, fetch: Fetch) -> ByteSource | None:
         return None
 
     def ask(file: str, start: int, stop: int) -> bytes:
-        return fetch(role_file(order.role, file), start, stop)
+        if not control.inbox.orders.empty():
+            raise LinkClosed("this node has the role no more")
+        return control.fetch(role_file(order.role, file), start, stop)
 
     return RemoteFiles(ask, {file.name: file.size for file in order.files})

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -278,7 +278,7 @@ class Membership:
         try:
             await asyncio.gather(*tasks)
         except TllmError:
-            await _hear_others(tasks)
+            await hear_others(tasks)
             raise
         finally:
             await end_tasks(*tasks)
@@ -329,7 +329,7 @@ class Membership:
             self.changed.notify_all()
 
 
-async def _hear_others(tasks: Collection[asyncio.Task[None]]) -> None:
+async def hear_others(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Wait for what ranks answer after the first failure; no longer once a node is gone, as that explains it."""
     waiting, until = set(tasks), time.monotonic() + ANSWER_SECONDS
     while waiting:

@@ -14,7 +14,8 @@ MARK = "PRINTED"
 
 
 class PrintedLines(io.TextIOBase):
-    """Takes the place of `sys.stdout`: whole lines go on to `target`, each behind the mark."""
+    """Takes the place of `sys.stdout`: whole lines go on to `target`, each behind the mark, and so does what is flushed
+    of a line, as it is at the end."""
 
     def __init__(self, target: TextIO, number: int) -> None:
         """`number`: the file that a program which is started gets as its stdout."""
@@ -33,3 +34,10 @@ class PrintedLines(io.TextIOBase):
             self._target.write("".join(f"{MARK} {line}\n" for line in lines))
         self._target.flush()
         return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            rest, self._rest = self._rest, ""
+            if rest:
+                self._target.write(f"{MARK} {rest}\n")
+        self._target.flush()

@@ -191,8 +191,11 @@ class HeartbeatExchange:
         while True:
             patience = 1 if self._finder.replicas else math.inf if self._node.ends_with_starter else PATIENCE
             limit = self._attached.silence_seconds * patience
+            heard = self._channel.heard
             self._channel.post(self._node.heartbeat())
             await asyncio.sleep(self._attached.beat_seconds)
+            if self._channel.heard > heard:  # heartbeats come after a long message, such as 8 MiB of weights
+                self._received = self._clock()
             if self._clock() - self._received > limit:
                 self.silence = f"the coordinator has been silent for more than {limit:g} s"
                 self._channel.abort()
@@ -393,13 +396,13 @@ class Control:
         self._node.supersede(message)
         return await self._order_once(message)
 
-    async def _order_once(self, message: Assign | Start | TakeRole) -> Message:
+    async def _order_once(self, message: Assign | Start) -> Message:
         return [answer async for answer in self._order(message)][-1]
 
-    async def _take_role(self, message: TakeRole) -> Message:
+    def _take_role(self, message: TakeRole) -> AsyncGenerator[Message, None]:
         self._node.interrupt()  # what it did has no part in any plan any more
         self.inbox.asker = None
-        return await self._order_once(message)
+        return self._order(message)
 
     async def _know_answerers(self, message: RolePlaces) -> None:
         places = [AnswererPlace(at.node, (at.host, at.port), at.node, message.run) for at in message.places]

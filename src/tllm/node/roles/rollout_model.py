@@ -151,10 +151,9 @@ class RolloutSession:
             return RolloutAnswer(lacking=tuple(weights.want(question.table, question.hashes)))
         if isinstance(question, WeightBytes):
             weights.put(question.numbers, question.contents)
-            if self._rank:
-                return RolloutAnswer()
-            weights.confirm(question.numbers)
-            return RolloutAnswer(lacking=tuple(weights.lacking))
+            if not self._rank:
+                weights.confirm(question.numbers)
+            return RolloutAnswer()
         # Turns that go on may be the first that come to this server since the weights changed.
         goes_on = question.sampling.goes_on and question.root == self._sampled_with
         self._sampled_with = question.root

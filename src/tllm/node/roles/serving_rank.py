@@ -20,7 +20,7 @@ from tllm.comm.collectives.group import group_of
 from tllm.comm.collectives.intra_host import connect_devices
 from tllm.comm.collectives.tuning import tune_between_hosts
 from tllm.comm.links.connect import Listener
-from tllm.comm.links.link import Link
+from tllm.comm.links.link import Link, break_off
 from tllm.core.errors import ClusterError, ConfigError, LinkError
 from tllm.core.memory import give_back_memory
 from tllm.devices.choose import CPU, check_float64
@@ -69,10 +69,10 @@ class RankLinks:
     `network` says in words what the links were measured to do, and what was chosen by it.
     """
 
-    def __init__(self, assign: Assign, identity: Identity, listener: Listener) -> None:
+    def __init__(self, assign: Assign, links: Mapping[Wire, Link]) -> None:
         assert isinstance(assign.settings, EngineSettings)
         plan, rank, settings = assign.plan, assign.rank, assign.settings
-        self.all = connect_wires(assign, wires(plan), identity, listener, settings.link_seconds, settings.wiring)
+        self.all = links
         stage, _ = plan.place(rank)
         self.group = group_of("tp", plan.ranks(stage), rank, self.all, wires="")
         hosts = [assign.places[rank].host for rank in plan.ranks(stage)]
@@ -160,11 +160,16 @@ class ServingRank:
         earlier = before._weights if isinstance(before, ServingRank) and before.is_of(assign) else None
         self._fetch = fetch
         self._weights: RankWeights = RankWeights(assign, fetch, earlier)
-        self._links = RankLinks(assign, identity, listener)
-        self._mesh = serving_mesh_of(self.spec, assign.plan, self.rank, self._links.group)
-        self._links.compress(assign, self.spec.hidden_size)
-        self._model = build(self.spec, self._mesh, torch_dtype(self._settings.dtype), "meta")
-        self._weights.keep_what(self._model)
+        wired, seconds = wires(assign.plan), self._settings.link_seconds
+        links = connect_wires(assign, wired, identity, listener, seconds, self._settings.wiring)
+        with contextlib.ExitStack() as unmade:
+            unmade.callback(break_off, links.values())  # others wait for this rank
+            self._links = RankLinks(assign, links)
+            self._mesh = serving_mesh_of(self.spec, assign.plan, self.rank, self._links.group)
+            self._links.compress(assign, self.spec.hidden_size)
+            self._model = build(self.spec, self._mesh, torch_dtype(self._settings.dtype), "meta")
+            self._weights.keep_what(self._model)
+            unmade.pop_all()
         self._stage: PipelineStage | None = None
         self._driver: Driver | None = None
 

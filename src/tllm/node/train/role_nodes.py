@@ -12,17 +12,19 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from itertools import islice
 
 import msgspec
 
 from tllm.cluster.messages import RankAddress, RoleAsker, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.settings import TrainSettings
-from tllm.cluster.state import Member, RankRefused, RoleBegan, RoleGiven
+from tllm.cluster.state import Member, RankLoading, RankRefused, RoleBegan, RoleGiven
 from tllm.core.errors import ClusterError, ConfigError, LinkError, TllmError, WeightsError
 from tllm.core.tasks import background, end_tasks
 from tllm.node.answering.answering_team import BROKEN, team_number
 from tllm.node.coordinator.coordinator import Coordinator
+from tllm.node.coordinator.membership import hear_others
 from tllm.node.train import role_teams
 from tllm.node.train.role_teams import FailedTeams, larger_parts_first, possible_teams
 from tllm.node.weights.model_folder import ModelFolder
@@ -66,6 +68,7 @@ class RoleNodes:
         self.job = job
         self._coordinator, self._members = coordinator, coordinator.members
         self._unable = set[tuple[str, int]]()  # processes of nodes that could not take a role
+        self._trying = set[tuple[str, int]]()  # of those that take one now
         self._failed = FailedTeams()
         self._told: object = None
 
@@ -191,44 +194,52 @@ class RoleNodes:
         def is_due() -> bool:
             return is_settled() and (bool(self._stranded()) or self._vacancy() is not None)
 
-        while True:
-            while not is_due():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        await self._members.until(is_due)
-            self._free_stranded()
-            vacancy = self._vacancy()
-            if vacancy is None:
-                continue
-            role, team = vacancy
-            try:
-                order = await asyncio.to_thread(self._order, role)
-            except (TllmError, OSError) as error:  # this machine's lack, and no node's
-                log.warning("nobody else can %s, as this machine cannot say how: %s", DOES[role], error)
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            now = self._vacancy() if is_settled() else None
-            if now is None or (now[0], _names(now[1])) != (role, _names(team)):
-                continue
-            self._put_together(role, team)
-            try:
-                await self._give(team, order)
-                self._failed.met(team)
-            except LinkError as error:  # between those of a team, of whom one may be lost
-                self._failed.forget_gone(self._members.state.living)
-                again, whom = self._failed.failed(team), " with ".join(_names(team))
-                log.warning("%s; %s is tried again in %g s at the earliest", error.message, whom, again)
-                await asyncio.sleep(role_teams.FIRST_SECONDS)
-            except TllmError as error:
-                log.warning("%s", error.message)
-                for member in team:
-                    given = self._members.state.member(member.node)
-                    if given is not None and given.phase == "refused":
-                        self._unable.add((member.node, member.facts.pid))
-                        self._members.record(RoleGiven(member.node, None))
+        async with asyncio.TaskGroup() as giving:  # who reads a model keeps no other from a role
+            while True:
+                while not is_due():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_SECONDS):
+                            await self._members.until(is_due)
+                self._free_stranded()
+                vacancy = self._vacancy()
+                if vacancy is None:
+                    continue
+                role, team = vacancy
+                try:
+                    order = await asyncio.to_thread(self._order, role)
+                except (TllmError, OSError) as error:  # this machine's lack, and no node's
+                    log.warning("nobody else can %s, as this machine cannot say how: %s", DOES[role], error)
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                now = self._vacancy() if is_settled() else None
+                if now is None or (now[0], _names(now[1])) != (role, _names(team)):
+                    continue
+                self._put_together(role, team)
+                giving.create_task(self._try(team, order))
+
+    async def _try(self, team: Sequence[Member], order: TakeRole) -> None:
+        """Let a team that was put together take its role. Where it cannot, other nodes may."""
+        try:
+            await self._give(team, order)
+            self._failed.met(team)
+        except LinkError as error:  # between those of a team, of whom one may be lost
+            self._failed.forget_gone(self._members.state.living)
+            again, whom = self._failed.failed(team), " with ".join(_names(team))
+            log.warning("%s; %s is tried again in %g s at the earliest", error.message, whom, again)
+            await asyncio.sleep(role_teams.FIRST_SECONDS)
+        except TllmError as error:
+            log.warning("%s", error.message)
+            for member in team:
+                given = self._members.state.member(member.node)
+                if given is not None and given.phase == "refused":
+                    self._unable.add(_process(member))
+                    self._members.record(RoleGiven(member.node, None))
+        finally:
+            self._trying.difference_update(map(_process, team))
 
     def _put_together(self, role: RoleName, team: Sequence[Member]) -> None:
         """These have a role, and of those that wait for others no more than are wanted."""
+        self._trying.update(map(_process, team))
         for member in team:
             self._members.record(RoleGiven(member.node, role))
         surplus = len(self._holders(role)) - self.wanted[role].count
@@ -245,32 +256,39 @@ class RoleNodes:
         name = f"{state.cluster}/{role}/{secrets.token_hex(4)}"
         places = tuple(RankAddress(member.node, member.facts.host, member.facts.port) for member in team)
         order = msgspec.structs.replace(order, team=name, places=places if len(team) > 1 else ())
-        asked = [self._ask(one.node, msgspec.structs.replace(order, rank=rank)) for rank, one in enumerate(team)]
-        found = await asyncio.gather(*asked)
-        faults = [one for one in found if isinstance(one, TllmError)]
-        if faults:
-            raise min(faults, key=lambda fault: isinstance(fault, LinkError))
-        for member, taken in zip(team, found, strict=True):
-            assert isinstance(taken, RoleTaken), "nobody failed"
+        orders = [msgspec.structs.replace(order, rank=rank) for rank in range(len(team))]
+        asked = [asyncio.create_task(self._ask(*one)) for one in zip(_names(team), orders, strict=True)]
+        try:
+            found = await asyncio.gather(*asked)
+        except TllmError:
+            await hear_others(asked)  # but not until they have read their parts in vain
+            faults = [one.exception() for one in asked if one.done()]
+            raise min((one for one in faults if one is not None), key=lambda one: isinstance(one, LinkError)) from None
+        finally:
+            await end_tasks(*asked)
+        for taken, member in zip(found, team, strict=True):
             self._members.record(RoleBegan(member.node, taken))
         log.info("%s is to %s", " with ".join(member.node for member in team), DOES[role])
         self.tell()
 
-    async def _ask(self, node: str, order: TakeRole) -> RoleTaken | TllmError:
-        """What a node answers, or what it fails of, which is said of it where it is its own."""
+    async def _ask(self, node: str, order: TakeRole) -> RoleTaken:
+        """What a node answers. Raises what it fails of, which is said of it where it is its own."""
         try:
             channel = self._members.channels.get(node)
             if channel is None:
                 raise ClusterError("it went away")
-            taken = await channel.ask(order, self._coordinator.work.load_seconds)
+            async with aclosing(channel.stream(order, self._coordinator.work.load_seconds)) as answers:
+                async for answer in answers:
+                    if isinstance(answer, RoleTaken):
+                        return answer
+                    self._members.record(RankLoading(node, answer))
+            raise ClusterError("it does not say that it has the role")
         except TllmError as error:
             why = error.message if node in error.message else f"{node} cannot {DOES[order.role]}: {error.message}"
             if isinstance(error, LinkError) or error.peer is not None:  # between two of a team
-                return LinkError(why, error.hint)
+                raise LinkError(why, error.hint) from error
             self._members.record(RankRefused(node, error.message))
-            return type(error)(why, error.hint)
-        assert isinstance(taken, RoleTaken), "what a node answers"
-        return taken
+            raise type(error)(why, error.hint) from error
 
     def _order(self, role: RoleName) -> TakeRole:
         """What a node must know to take a role. ConfigError or WeightsError where this machine lacks the teacher."""
@@ -336,8 +354,9 @@ class RoleNodes:
         return sorted(nodes, key=lambda one: names.index(one.node) if one.node in names else len(names))
 
     def _waiting(self, role: RoleName) -> list[Member]:
-        """Those that have a role and do not answer, alone or in a team."""
-        return [member for member in self._holders(role) if not member.team and not member.answers_at]
+        """Those that have a role and do not answer, alone or in a team, nor begin to."""
+        held = [member for member in self._holders(role) if not member.team and not member.answers_at]
+        return [member for member in held if _process(member) not in self._trying]
 
     def _free_stranded(self) -> None:
         """Let those whose team is over wait for another one, and rank 0 ask them no more."""
@@ -376,11 +395,7 @@ class RoleNodes:
         """A role that lacks a team, and nodes for it: those that have the role and no team, and such as are free: not
         wanted by the plan, unless nobody answers in the role, nor by another role that lacks them by their names."""
         state, wanted = self._members.state, self.wanted
-        free = [
-            member
-            for member in state.available
-            if member.rank is None and (member.node, member.facts.pid) not in self._unable
-        ]
+        free = [member for member in state.available if member.rank is None and _process(member) not in self._unable]
         short = max(0, self._coordinator.work.plan.world_size - state.seated_count)
         lack = [role for role in wanted if len(self._holders(role)) < wanted[role].count]
         named = {name: role for role in lack for name in wanted[role].names}
@@ -401,6 +416,10 @@ class RoleNodes:
 
 def _names(team: Sequence[Member]) -> list[str]:
     return [member.node for member in team]
+
+
+def _process(member: Member) -> tuple[str, int]:
+    return member.node, member.facts.pid
 
 
 def _is_as_named(team: Sequence[Member], names: Sequence[str]) -> bool:

@@ -70,8 +70,8 @@ class RolloutConfig:
     """With `reward_nodes`: how the nodes of one reward model divide it, by `pp` and `tp`: with "pp=2" two nodes are one
     model, and four are two. "auto": as the planner finds best. Left out, each node holds it whole."""
     reward_timeout: float = 60.0
-    """Seconds that a reward function may take for the completions of one step, and tools for all calls of one turn of
-    them; then the run saves and ends."""
+    """Seconds that all reward functions together may take for the completions of one step, and tools for all calls of
+    one turn of them; then the run saves and ends."""
     num_generations: int = 8
     """Completions that are sampled of each prompt: its group. `global_batch_size` counts completions, and is a
     multiple."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tllm.core.errors import ConfigError
+from tllm.core.timing import Deadline
 from tllm.text.tokenizer import Tokenizer
 from tllm.training.job.rollout_keys import RolloutConfig, is_url
 from tllm.training.policy.advantages import Rewards, weighted_sums
@@ -93,7 +94,8 @@ class CompletionRewards:
             **{name: [columns.get(name) for columns in each] for name in sorted(names)},
         }
         own = {} if self.environments is None else {ENVIRONMENTS: self.environments.instances(started.seeds_N)}
-        said = [self._said(function, arguments, own) for function in self._functions]
+        deadline = Deadline(self._config.reward_timeout)
+        said = [self._said(function, arguments, own, deadline) for function in self._functions]
         if self.environments is not None:
             self.environments.end(started.seeds_N)
         rewards_NF = np.array(said, dtype=np.float64).T
@@ -107,13 +109,19 @@ class CompletionRewards:
         return rewards_NF
 
     def _said(
-        self, function: RewardFunction | ModelRewards, arguments: dict[str, Any], own: dict[str, Any]
+        self,
+        function: RewardFunction | ModelRewards,
+        arguments: dict[str, Any],
+        own: dict[str, Any],
+        deadline: Deadline,
     ) -> list[float]:
         """`own` is for functions of the user's alone, who take turns; others ask programs elsewhere."""
-        if function.file is None:
+        if isinstance(function, ModelRewards):
             return function(arguments)
+        if function.file is None:
+            return function(arguments, deadline)
         with self._turn:
-            return function(arguments | own)
+            return function(arguments | own, deadline)
 
     def together(self, rewards_NF: Rewards, size: int) -> Rewards:
         """The reward of each completion of each prompt, [P, G], by the functions' weights."""

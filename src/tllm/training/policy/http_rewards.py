@@ -70,8 +70,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def http_reward(url: str, seconds: float) -> RewardFunction:
     """What the server at `url` says of completions. ConfigError, in one line, where it says nothing of use.
 
-    It has these `seconds`, as a Python function has them: the client has no limit of its own, which would go on while
-    this process stands still.
+    It has these `seconds` as a Python function has them, together with all others: the client has no limit of its own,
+    which would go on while this process stands still.
     """
     ask = _scores if url.rstrip("/").endswith("/score") else _rewards
     return RewardFunction(url, None, lambda **columns: ask(url, columns), seconds)

@@ -26,7 +26,7 @@ ALWAYS = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function of a file, by its `name`. It may take `seconds` for the completions of one step.
+    """A function of a file, by its `name`. All of a job may take `seconds` together for the completions of one step.
 
     One without a `file` asks another program, and raises ConfigError itself.
     """
@@ -36,9 +36,10 @@ class RewardFunction:
     function: Callable[..., Any]
     seconds: float
 
-    def __call__(self, arguments: Mapping[str, Sequence[Any]]) -> list[float]:
-        """A number for each completion, NaN for None; ConfigError for whatever is not that, in one line."""
-        returned = self._returned(arguments)
+    def __call__(self, arguments: Mapping[str, Sequence[Any]], deadline: Deadline | None = None) -> list[float]:
+        """A number for each completion, NaN for None; ConfigError for whatever is not that, in one line. `deadline` is
+        that of all functions, without which it is alone."""
+        returned = self._returned(arguments, deadline or Deadline(self.seconds))
         count = len(arguments["completions"])
         if isinstance(returned, str | bytes) or not hasattr(returned, "__len__") or not hasattr(returned, "__iter__"):
             raise self._fault(
@@ -64,11 +65,12 @@ class RewardFunction:
         except TypeError as error:
             raise self._fault(f"is called with {', '.join(ALWAYS)}, and is {self.name}{signature}", hint) from error
 
-    def _returned(self, arguments: Mapping[str, Sequence[Any]]) -> Any:
+    def _returned(self, arguments: Mapping[str, Sequence[Any]], deadline: Deadline) -> Any:
         """What the function returns, or its error as a ConfigError. One that hangs is left behind in its thread."""
-        result = called(lambda: self.function(**arguments), Deadline(self.seconds), f"reward-{self.name}")
+        result = called(lambda: self.function(**arguments), deadline, f"reward-{self.name}")
         if result is None:
-            raise self._fault(f"has not returned after {self.seconds:g} s", "make it faster, or raise reward_timeout")
+            what = f"has not returned: those of one step have {self.seconds:g} s together"
+            raise self._fault(what, "make it faster, or raise reward_timeout")
         error = result.exception()
         if isinstance(error, ConfigError) and self.file is None:
             raise error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -30,6 +31,10 @@ HELLO_SECONDS = 5.0
 """For the handshake of one connection, and for the second of a run's two to follow the first."""
 HALF_OPEN = 32
 """Connections in their handshake at a time, and first ones that wait for their second."""
+
+FAULTS = (TllmError, OSError, RuntimeError, MemoryError)
+"""With these the run is to end, and not to ask again: ours, what the system refuses (a file that may not be read, say),
+and memory that is not there, as torch and as numpy say it."""
 
 log = logging.getLogger("tllm.answers")
 
@@ -224,14 +229,14 @@ class QuestionServer(Generic[Intro, Q, A]):
         """Greet the run; None for one that cannot be served, which is told why."""
         introduction = connection.receive_introduction()
         try:
-            with self._computing:
+            with self._turn(connection):
                 session = self._answerer.open_session(introduction)
         except FrameError:
             raise
-        except LinkClosed as error:  # of others who compute the model with this process: the run asks whoever is left
+        except LinkClosed as error:  # of the run, or of others who compute the model: it asks whoever is left
             log.warning("cannot serve the run at %s: %s", peer, error.message)
             return None
-        except (TllmError, RuntimeError, MemoryError) as error:
+        except FAULTS as error:
             log.warning("cannot serve the run at %s: %s", peer, _reason(error))
             connection.send_answer(Greeting(self._answerer.name, _reason(error)))
             return None
@@ -242,6 +247,14 @@ class QuestionServer(Generic[Intro, Q, A]):
             raise
         log.info("serving the run at %s", peer)
         return session
+
+    @contextlib.contextmanager
+    def _turn(self, connection: RunConnection[Intro, Q, A]) -> Iterator[None]:
+        """A run's, for which it may have to wait. LinkClosed where it has gone meanwhile."""
+        with connection.at_work(), self._computing:
+            if connection.questions.is_over:
+                raise LinkClosed("it has gone")
+            yield
 
     def _answer(
         self, connection: RunConnection[Intro, Q, A], session: Session[Q, A], speaker: AskingRun, peer: str
@@ -255,13 +268,13 @@ class QuestionServer(Generic[Intro, Q, A]):
                     log.warning("answers %s no more: %s", peer, refusal)
                     return
                 try:
-                    with self._computing:
+                    with self._turn(connection):
                         answer = session.answer(question)
                         self.answered += 1
-                except LinkClosed as error:  # of others who compute it with this process: the run asks whoever is left
+                except LinkClosed as error:  # of the run, or of others who compute the model
                     log.warning("answers %s no more: %s", peer, error.message)
                     return
-                except (TllmError, RuntimeError, MemoryError) as error:
+                except FAULTS as error:
                     answer = session.failed(question, _reason(error))
                 connection.send_answer(answer)
                 answers += 1
@@ -270,7 +283,6 @@ class QuestionServer(Generic[Intro, Q, A]):
             log.info("%s answered", were)
 
 
-def _reason(error: TllmError | RuntimeError | MemoryError) -> str:
-    """In one line. A RuntimeError is torch's, out of memory say, for which numpy has a MemoryError: the run is to end
-    with it, and not to ask again."""
+def _reason(error: TllmError | OSError | RuntimeError | MemoryError) -> str:
+    """In one line."""
     return error.message if isinstance(error, TllmError) else f"it failed: {error}".splitlines()[0]

@@ -134,6 +134,8 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
                 log.warning("the %s at %s is lost; what it was asked is asked again", self._whom, self.name)
         except (ConfigError, ClusterError) as error:
             self._queue.fail(error)
+        except MemoryError:  # nobody else would ask in the place of this thread, and the run would wait for ever
+            self._queue.fail(ClusterError(f"there is no memory for what goes to the {self._whom} at {self.name}"))
         finally:
             connection.close()
 
@@ -141,11 +143,11 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
         if self._is_over:  # since it was dialled: nobody saw this connection to close it
             return
         inquirer = self._inquirer
-        greeting = connection.introduce(inquirer.introduction)
+        greeting = connection.introduce(inquirer.introduction, self._is_reached)
         if greeting.refused:
             raise inquirer.refused(greeting.model, self.name, greeting.refused)
         log.info("the %s at %s is %s", self._whom, self.name, greeting.model)
-        self.trouble = ""
+        self._is_reached()
         asked: deque[Asked[Q, A]] = deque()
         sent: deque[int] = deque()
         try:
@@ -161,6 +163,9 @@ class RemoteAnswerer(Generic[Intro, Q, A]):
                 sent.popleft()
         finally:
             self._queue.give_back(asked)
+
+    def _is_reached(self) -> None:
+        self.trouble = ""
 
     def _take(self, wait: bool) -> Asked[Q, A] | None:
         return self._queue.take(wait, unless=lambda: self._is_retired)

@@ -10,17 +10,20 @@ import contextlib
 import secrets
 import socket
 import ssl
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from tllm.cluster.connection import NO_ADDRESS
 from tllm.comm.links import frame
 from tllm.comm.links.handshake import LINK_WELCOMES, peer_certificate, receive_message, send_message, start_tls
 from tllm.comm.links.link import break_off
 from tllm.comm.links.tcp_link import TcpLink, set_socket_options
-from tllm.core.errors import AuthError, FrameError, LinkClosed, decoded
+from tllm.core.errors import AuthError, FrameError, LinkClosed, LinkError, decoded
 from tllm.training.questions.answerer_places import AnswererPlace
 
 RUN, ANSWERER = 0, 1
@@ -28,7 +31,10 @@ RUN, ANSWERER = 0, 1
 
 DIAL_SECONDS = 5.0
 SILENCE_SECONDS = 300.0
-"""How long an answer may take before who was asked is taken for lost: several long rows on a slow machine."""
+"""How long who was asked may say nothing before it is taken for lost."""
+
+WORK_SECONDS = 60.0
+"""Who is at work on an answer says so this often, by an empty message: the answer may take as long as it likes."""
 
 GREETING_LIMIT = 1 << 20
 QUESTION_LIMIT = 1 << 26
@@ -110,21 +116,21 @@ class RunConnection(Generic[Intro, Q, A]):
             TcpLink(answers, ANSWERER, RUN, deadline=SILENCE_SECONDS),
         )
 
-    def introduce(self, introduction: Intro) -> Greeting:
-        """Of the run: say what is wanted."""
+    def introduce(self, introduction: Intro, on_work: Callable[[], object] = lambda: None) -> Greeting:
+        """Of the run: say what is wanted. `on_work` is called while the answerer says that it is at work on it."""
         _sent(self.questions, introduction)
-        return decoded(self.answers.recv_bytes(GREETING_LIMIT), _GREETINGS)
+        return decoded(self._said(GREETING_LIMIT, on_work), _GREETINGS)
 
     def send_question(self, question: Q) -> int:
         """The bytes that it takes on the wire, but for what TLS adds."""
         return _sent(self.questions, question)
 
     def receive_answer(self) -> tuple[A, int]:
-        content = self.answers.recv_bytes(ANSWER_LIMIT)
+        content = self._said(ANSWER_LIMIT)
         return decoded(content, self.conversation.answers), len(content) + frame.HEADER_SIZE
 
     def receive_introduction(self) -> Intro:
-        return decoded(self.questions.recv_bytes(GREETING_LIMIT), self.conversation.introductions)
+        return decoded(self.questions.recv_bytes(QUESTION_LIMIT), self.conversation.introductions)
 
     def receive_question(self) -> Q:
         return decoded(self.questions.recv_bytes(QUESTION_LIMIT), self.conversation.questions)
@@ -132,8 +138,31 @@ class RunConnection(Generic[Intro, Q, A]):
     def send_answer(self, answer: A | Greeting) -> None:
         _sent(self.answers, answer)
 
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Of the answerer: say now and then that an answer comes, until the block ends."""
+        is_done = threading.Event()
+        telling = threading.Thread(target=self._tell_of_work, args=(is_done,), name="tllm at work", daemon=True)
+        telling.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            telling.join()  # before anybody else sends
+
     def close(self) -> None:
         break_off((self.questions, self.answers))  # what was under way is asked again
+
+    def _tell_of_work(self, is_done: threading.Event) -> None:
+        with contextlib.suppress(LinkError):  # of which whoever sends the answer is told too
+            while not is_done.wait(WORK_SECONDS):
+                self.answers.send_bytes(b"")
+
+    def _said(self, limit: int, on_work: Callable[[], object] = lambda: None) -> bytes:
+        """The next message of the answerer that is not empty."""
+        while not (content := self.answers.recv_bytes(limit)):
+            on_work()
+        return content
 
 
 def _sent(link: TcpLink, message: Any) -> int:
@@ -165,7 +194,7 @@ def _dial(place: AnswererPlace, context: ssl.SSLContext, hello: RunHello, answer
             f"the {answerer} at {address[0]}:{address[1]} and this run do not trust each other: {failure.reason}",
             "both need the same file of the secret, and clocks that agree to an hour",
         )
-    except (OSError, FrameError) as failure:
+    except (OSError, *NO_ADDRESS, FrameError) as failure:
         error = LinkClosed(getattr(failure, "strerror", None) or str(failure))
     if sock is not None:
         sock.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import secrets
 from pathlib import Path
 
 from tllm.cluster.certificates import Authority, Identity
+from tllm.core.disk import whole_file
 from tllm.core.errors import AuthError
 
 SECRET_LENGTH = 32
@@ -19,8 +20,8 @@ def shared_identity(file: Path, name: str, command: str, make: bool = False) -> 
     """
     if make and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            out.write(secrets.token_hex(32) + "\n")
+        with contextlib.suppress(FileExistsError), whole_file(file, 0o600, replaces=False) as out:  # another was first
+            out.write(f"{secrets.token_hex(32)}\n".encode())
     try:
         if file.stat().st_mode & 0o077:
             raise AuthError(f"{file} can be read by others", f"chmod 600 {file}")

@@ -53,7 +53,7 @@ RolloutQuestion = WeightHashes | WeightBytes | PromptGroups
 
 
 class RolloutAnswer(msgspec.Struct, frozen=True):
-    """To hashes and bytes: numbers of the chunks that are `lacking`. To prompts: completions. Or an `error`."""
+    """To hashes: numbers of chunks that are `lacking`. To bytes: nothing. To prompts: completions. Or an `error`."""
 
     number: int = 0
     lacking: tuple[int, ...] = ()

@@ -29,6 +29,8 @@ REJOIN = 0.3
 class Gone:
     """The channel to a coordinator that says something, and is gone."""
 
+    heard = 0.0
+
     def __init__(self, *messages: Message) -> None:
         self.messages = messages
 
@@ -264,7 +266,7 @@ def test_a_coordinator_that_started_the_node_is_waited_for_where_no_other_can_ta
 
     monkeypatch.setattr(control_module, "AwakeClock", lambda every: AwakeClock(every, lambda: now))
     monkeypatch.setattr(control_module, "asyncio", SimpleNamespace(sleep=sleep))
-    channel: Any = SimpleNamespace(post=lambda message: None, abort=lambda: aborted.append(now))
+    channel: Any = SimpleNamespace(post=lambda message: None, abort=lambda: aborted.append(now), heard=0.0)
     node, first = Node(), list[float]()
     for node.ends_with_starter in (False, True):
         for replicas in ((), ("a", "b")):
@@ -307,10 +309,30 @@ def test_a_node_that_was_suspended_does_not_take_its_own_pause_for_the_coordinat
 
     monkeypatch.setattr(control_module, "AwakeClock", lambda every: AwakeClock(every, lambda: now))
     monkeypatch.setattr(control_module, "asyncio", SimpleNamespace(sleep=sleep))
-    channel: Any = SimpleNamespace(post=lambda message: None, abort=lambda: aborted.append(now))
+    channel: Any = SimpleNamespace(post=lambda message: None, abort=lambda: aborted.append(now), heard=0.0)
     finder: Any = SimpleNamespace(replicas=("a", "b"))
     exchange = HeartbeatExchange(channel, Attached("c", 2.0, 5.0), Node(), finder)
     with pytest.raises(IndexError):
         asyncio.run(exchange.run())
     assert aborted == [68.0, 70.0], "2 s before the pause and 4 after it"
     assert exchange.silence == "the coordinator has been silent for more than 5 s"
+
+
+def test_a_long_message_that_is_on_its_way_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that read its weights over a slow line took the coordinator for lost that sent them."""
+    now, aborted = 0.0, list[float]()
+    channel: Any = SimpleNamespace(post=lambda message: None, abort=lambda: aborted.append(now), heard=0.0)
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        channel.heard = min(now, 20.0)
+        if now > 60.0:
+            raise TimeoutError
+
+    monkeypatch.setattr(control_module, "AwakeClock", lambda every: AwakeClock(every, lambda: now))
+    monkeypatch.setattr(control_module, "asyncio", SimpleNamespace(sleep=sleep))
+    finder: Any = SimpleNamespace(replicas=("a", "b"))
+    with pytest.raises(TimeoutError):
+        asyncio.run(HeartbeatExchange(channel, Attached("c", 0.5, 5.0), Node(), finder).run())
+    assert aborted[0] == 25.5, "5 s after the last of it"

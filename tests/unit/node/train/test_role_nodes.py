@@ -20,10 +20,11 @@ from tests.support.models.families import save_model
 from tests.support.training.runs import job_for
 from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
-from tllm.cluster.messages import Heartbeat, Message, RoleAsker, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.messages import Heartbeat, Message, Progress, RoleAsker, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.state import Member, NodeHeard, NodeJoined, NodeLost, Planned, RankReady
 from tllm.core.errors import AuthError, ConfigError, LinkClosed, WeightsError
 from tllm.node.answering.answering_team import BROKEN, team_number
+from tllm.node.coordinator import membership
 from tllm.node.coordinator.cluster_options import LOOPBACK
 from tllm.node.train import role_nodes, role_teams
 from tllm.node.train.elastic_run import ElasticRun
@@ -38,13 +39,16 @@ class Node:
     """The coordinator's connection to one, which takes any role unless it is told to fail, or once with another."""
 
     def __init__(self, port: int) -> None:
-        self.port, self.fails, self.distrusts, self.reaches_nobody = port, False, False, False
+        self.port, self.fails, self.distrusts, self.reaches_nobody, self.reads_on = port, False, False, False, False
         self.orders: list[TakeRole] = []
         self.told: dict[str, list[str]] = {}
         self.asker = ""
 
-    async def ask(self, order: TakeRole, seconds: float) -> RoleTaken:
+    async def stream(self, order: TakeRole, seconds: float) -> AsyncIterator[Progress | RoleTaken]:
         self.orders.append(order)
+        yield Progress(1, 2)
+        if self.reads_on:
+            await asyncio.Event().wait()
         if self.fails:
             raise WeightsError("there is no model.safetensors")
         if self.reaches_nobody:
@@ -53,7 +57,7 @@ class Node:
             self.distrusts, error = False, AuthError("it hung up in the middle of the handshake")
             error.peer = 1
             raise error
-        return RoleTaken(order.role, 0 if order.rank else self.port, order.team)
+        yield RoleTaken(order.role, 0 if order.rank else self.port, order.team)
 
     def post(self, message: Message) -> None:
         if isinstance(message, RoleAsker):
@@ -74,10 +78,11 @@ class Scene:
         self.members, self.roles = self.run.coordinator.members, self.run.roles
         self.nodes: dict[str, Node] = {}
 
-    async def join(self, *names: str, fails: bool = False, had: RoleTaken | None = None, memory: int = 2**30) -> None:
+    async def join(self, *names: str, had: RoleTaken | None = None, memory: int = 2**30, **faults: bool) -> None:
         for name in names:
             self.nodes[name] = Node(ord(name[0]))
-            self.nodes[name].fails = fails
+            for fault, is_there in faults.items():
+                setattr(self.nodes[name], fault, is_there)
             self.members.channels[name] = self.nodes[name]  # type: ignore[assignment]
             found = msgspec.structs.replace(facts(name), memory_bytes=memory)
             self.members.record(NodeJoined(name, found, 0.0, role=had))
@@ -168,6 +173,21 @@ def test_who_joins_takes_the_role_of_a_lost_node_and_rank_0_is_told(model: Path,
             assert (one.having("teacher"), one.having("rollout")) == (["e"], ["b"]), "an epoch takes no role away"
             askers = {name: one.nodes[name].asker for name in "bcde"}
             assert askers == {"b": "d", "c": "a", "d": "", "e": "d"}, "who had a role then was told who asks"
+
+    play(scene)
+
+
+def test_who_reads_a_model_keeps_no_other_from_a_role(model: Path, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with playing(model, tmp_path, "pp=1", "abc", teacher_nodes=(1,), rollout_nodes=("b",)) as one:
+            for name in "bc":
+                await one.lose(name)
+            await one.join("d", reads_on=True)
+            await one.join("b")
+            assert one.nodes["d"].orders[0].role == "teacher" and one.having("teacher") == []
+            assert one.having("rollout") == ["b"] and len(one.nodes["d"].orders) == 1
+            reading = one.run.state.member("d")
+            assert reading is not None and (reading.phase, reading.progress) == ("loading", Progress(1, 2))
 
     play(scene)
 
@@ -303,6 +323,27 @@ def test_a_node_that_nobody_reaches_keeps_no_others_from_their_role(
             await one.rest()
             assert "b" not in one.having("teacher")
             assert len(one.nodes["b"].orders) <= 4, "one of before, and no more than one with each of the others"
+
+    play(scene)
+
+
+def test_a_team_of_which_one_is_lost_is_not_waited_for_until_the_others_have_read_their_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role_nodes, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(role_teams, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(membership, "ANSWER_SECONDS", 0.01)
+
+    async def scene() -> None:
+        async with playing(model, tmp_path, "pp=1", "abc", teacher_nodes=(2,), teacher_plan="pp=2") as one:
+            one.nodes["b"].reads_on = True
+            await one.lose("c")
+            await one.join("d", reaches_nobody=True)
+            while len(one.nodes["d"].orders) < 2:
+                await asyncio.sleep(0.005)
+            one.nodes["b"].reads_on = one.nodes["d"].reaches_nobody = False
+            while one.having("teacher") != ["b"]:
+                await asyncio.sleep(0.005)
 
     play(scene)
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tllm.core.errors import ConfigError
+from tllm.training.data.prompt_batches import PromptRow
+from tllm.training.job.rollout_keys import GRPOConfig
+from tllm.training.policy.completion_rewards import CompletionRewards
 from tllm.training.policy.reward_functions import RewardFunction, load_reward_function
+from tllm.training.policy.rollouts import Completion
+from tllm.training.policy.started_prompts import StartedPrompts
 from tllm.training.tools.user_functions import UserModules
 
 ARGUMENTS = {"prompts": ["1=", "2="], "completions": ["a", "aa"], "completion_ids": [[1], [1, 1]], "count": [1, 2]}
@@ -50,11 +57,25 @@ def test_what_is_no_list_of_numbers_is_told_in_one_line(body: str, words: str, t
         assert caught.value.hint == "of_test.py, line 2"
 
 
+def test_all_functions_of_a_step_have_the_seconds_together(tmp_path: Path) -> None:
+    """Else two that take 400 s each, of which none is late, end the run by the other ranks, which wait for 600 s."""
+    slow = "def {}(prompts, **rest):\n    time.sleep({})\n    return [1.0]\n"
+    (tmp_path / "slow.py").write_text("import time\n" + slow.format("f", 0.4) + slow.format("g", 0.9))
+    table = GRPOConfig(reward_funcs=tuple(f"{tmp_path / 'slow.py'}:{name}" for name in "fg"), reward_timeout=1.0)
+    tokenizer: Any = SimpleNamespace(eos_ids=(0,))
+    rewards = CompletionRewards(table, tokenizer, UserModules())
+    started = StartedPrompts([PromptRow((1,), {"prompt": "1="})], [7])
+    with pytest.raises(ConfigError, match=r"the reward function g of slow\.py has not returned: .* have 1 s together"):
+        rewards.of(started, [Completion((1,), (-1.0,), False)], ["a"])
+
+
 def test_a_function_that_hangs_is_left_behind(tmp_path: Path) -> None:
     function(tmp_path, "pass")
     held = threading.Event()
     waits = RewardFunction("waits", tmp_path / "of_test.py", lambda **columns: held.wait(60), 0.05)
-    with pytest.raises(ConfigError, match=r"waits of of_test.py has not returned after 0\.05 s"):
+    with pytest.raises(
+        ConfigError, match=r"waits of of_test.py has not returned: those of one step have 0\.05 s together"
+    ):
         waits(ARGUMENTS)
     held.set()
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from tllm.core.errors import ClusterError, LinkClosed
 from tllm.core.timing import AwakeClock
 from tllm.training.questions import remote_answerer
 from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.remote_answerer import RemoteAnswerer, wait_for
-from tllm.training.questions.run_connection import RunConnection
+from tllm.training.questions.run_connection import Greeting, RunConnection
 from tllm.training.questions.stop_signal import StopSignal
-from tllm.training.teachers.teacher_messages import Answer, Lesson, Question
+from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question
 from tllm.training.teachers.teacher_threads import TeacherInquirer, TeacherQueue
 
 LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
@@ -78,3 +79,36 @@ def test_a_connection_that_comes_after_the_end_is_closed(
     monkeypatch.setattr(RunConnection, "dial", dial)
     one._run()
     assert silent.closed == 1
+
+
+class Greets:
+    """A connection to somebody who greets every run."""
+
+    def introduce(self, introduction: Any, on_work: Any) -> Greeting:
+        return Greeting("far")
+
+    def close(self) -> None: ...
+
+
+def test_a_run_that_has_no_memory_for_what_it_asks_ends_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ended without a word, and the run waited for one that was "computing" for ever."""
+
+    def send(*args: Any) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(RunConnection, "dial", lambda *args: Greets())
+    monkeypatch.setattr(TeacherInquirer, "send", send)
+    queue = TeacherQueue("teacher")
+    asked = queue.ask(Question(1, b"", (1,), b""))
+    one = RemoteAnswerer(
+        AnswererPlace("far:1", ("far", 1)), ssl.create_default_context(), TeacherInquirer(LESSON), queue
+    )
+    one._run()
+    with pytest.raises(ClusterError, match="there is no memory for what goes to the teacher at far:1"):
+        asked.answered.result(0)
+
+
+def test_who_has_a_name_that_none_can_have_is_dialled_as_one_that_nobody_knows() -> None:
+    """Its thread ended with the error of Python's library, and nobody was told why."""
+    with pytest.raises(LinkClosed, match="label"):
+        RunConnection.dial(TEACHING, AnswererPlace("a..b:1", ("a..b", 1)), ssl.create_default_context())
