@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
     """Choose a plan, or take the one that is given, and print the prediction."""
     asked = serving_facts(args, args.dtype or spec.dtype)
     longest = context_of(spec, args.max_model_len)
-    facts = within(asked, longest)
+    facts = replace(within(asked, longest), max_num_seqs=args.max_num_seqs)
     result = (
         given_serving(given_plan(args.plan, spec, cluster), spec, cluster, facts)
         if args.plan
