@@ -9,11 +9,13 @@ import pytest
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES, LinkSpeed, worst
 from tllm.planner.cluster.execution import TLLM, Execution
-from tllm.planner.cost.flops import forward_flops, training_flops
+from tllm.planner.cost.flops import attention_flops, forward_flops, training_flops
+from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.traffic import step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork
 from tllm.planner.simulate.training_step import Links, StepPrediction, predict_step
+from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from tllm.spec.pipeline_schedule import build
 from tllm.spec.plan import Plan
@@ -53,6 +55,16 @@ def test_one_rank_takes_its_work() -> None:
     assert alone.tokens_per_second == pytest.approx(12 * 64 / WHOLE)
 
 
+@pytest.mark.parametrize("layers", [(), (5, 6)])
+def test_beside_an_adapter_attention_has_all_of_its_gradients(layers: tuple[int, ...]) -> None:
+    """Those of weights alone are spared: half of attention's backward pass was left out with them."""
+    facts = replace(FACTS, adapter=AdapterFacts(2, ("q_proj",), layers=layers))
+    got = predict_step(SPEC, Plan.parse("pp=1", SPEC.num_layers), facts, SPEED, FREE)
+    below = layers[0] if layers else 0
+    flops = training_flops(SPEC, [64], is_frozen=True, forward_only=below)
+    assert got.compute == pytest.approx(12 * flops / SPEED, rel=1e-12)
+
+
 def test_layers_that_run_again_take_a_third_more() -> None:
     of_layers = forward_flops(SPEC, [64], 0)
     assert predict("pp=1,recompute=layer").seconds == pytest.approx(WHOLE + 12 * of_layers / SPEED)
@@ -86,10 +98,14 @@ def test_ranks_share_the_work_where_links_are_free(text: str) -> None:
 
 @pytest.mark.parametrize("order", ["gpipe", "1f1b", "zero_bubble"])
 def test_a_pipeline_is_the_schedule_that_is_played(order: str) -> None:
+    """Attention has no weights: its gradients belong to the half of a backward pass that makes those of inputs."""
     link, hop = LinkSpeed(latency=1e-3, bandwidth=1e7), 64 * 64 * 4
     half = forward_flops(SPEC, [64], 0) / 2 / SPEED
     logits = (forward_flops(SPEC, [64]) - forward_flops(SPEC, [64], 0)) / SPEED
-    works = [[StageWork(half, half, half)], [StageWork(half + logits, half + logits, half + logits)]]
+    (whole,) = cut_stage(SPEC, (1,))
+    core = SPEC.num_layers / 2 * attention_flops(SPEC, SPEC.layers[0], whole, [64]) / SPEED
+    end = half + logits
+    works = [[StageWork(half, half + core, half - core)], [StageWork(end, end + core, end - core)]]
     played = SchedulePlayer(build(order, 2, 12)).play(works, link, hop)
     got = predict(f"pp=2,schedule={order}", link)
     assert got.seconds == pytest.approx(played.total) and got.bubble == pytest.approx(played.bubble)
