@@ -223,10 +223,11 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     table = receive_bytes(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
     if table <= longest:
         table = 0
-    over_dp = receive_bytes(ordinary, work.replicas, plan.zero > 0) + receive_bytes(
-        spread, work.expert_replicas, plan.zero > 0
-    )
-    updated = (facts.states + facts.float32_weights) * max(ordinary) if plan.offload == "disk" else 0
+    groups, updated = ((ordinary, work.replicas), (spread, work.expert_replicas)), 0
+    over_dp = sum(receive_bytes(buckets, ranks, plan.zero > 0) for buckets, ranks in groups)
+    if plan.offload == "disk":
+        ranges = (size // (ranks if plan.zero else 1) for buckets, ranks in groups for size in buckets)
+        updated = (facts.states + facts.float32_weights) * max(ranges, default=0)
     of_layers = 0 if plan.grid else received(layer_piece(spec, work), work.tp)
     return of_layers + table + over_dp + updated
 
