@@ -355,7 +355,9 @@ def test_a_model_that_sees_both_ways_computes_the_context_that_is_asked_for_at_o
     for requests, more, sequences in ((32, (), MAX_NUM_SEQS), (1, ("--max-num-seqs", "9"), 9)):
         asked_for = ("--goal", "serve", "--concurrency", str(requests), "--plan", "pp=1", "--json")
         assert plan(folder, cluster, *asked_for, *given, *more) == 0
-        [memory] = json.loads(capsys.readouterr().out)["choices"][0]["memory"]
+        told = json.loads(capsys.readouterr().out)
+        assert told["reply"] == 1, "it embeds, and writes nothing"
+        [memory] = told["choices"][0]["memory"]
         assert memory["working"] == working_bytes(spec, rank, spec.dtype, tokens, sequences)
 
 
