@@ -333,11 +333,16 @@ class RankStep:
         """Seconds of a step that layers wait for messages."""
         setup, again = self.setup, self._passes_over_tp - 1
         layers, learning = sum(map(len, self.work.runs)), sum(map(len, self.learning))
+        experts, trained = (
+            sum(setup.spec.layers[number].moe is not None for run in runs for number in run)
+            for runs in (self.work.runs, self.learning)
+        )
         in_turn = 1 if setup.plan.grid is None else waits_in_turn(setup.plan.grid)
         tp = self._seconds("tp", self._all_reduces(), in_turn)
         share = expected_dispatch_share(setup.spec, setup.plan, self.work) if setup.plan.ep > 1 else 1.0
-        ep = self._seconds("ep", 3 * layers + (3 * again - 1) * learning, share)
-        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (again + 1) * learning))
+        ep = self._seconds("ep", 3 * experts + (3 * again - 1) * trained, share)
+        round_again = setup.plan.recompute != "none"  # of the ring, also where attention's core alone is computed again
+        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (2 + round_again) * learning))
         in_groups = (("tp", tp), ("ep", ep))
         exposed = [setup.execution.exposed_seconds(group, seconds, self.compute) for group, seconds in in_groups]
         return sum(exposed) + max(0.0, cp - self._attention())
@@ -349,13 +354,20 @@ class RankStep:
 
     def _all_reduces(self) -> int:
         """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
-        (reduce-scatter and all-gather)."""
+        (reduce-scatter and all-gather). Norms over all heads' queries and keys have a short one each, and experts
+        beside an MLP one more for their rows."""
         shape = self.setup.plan.grid
         if shape is not None:
             return rounds_on_grid(self.setup.spec, shape, len(self.setup.spec.layers), self._passes_over_tp == 3)
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
-        passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
-        return round((2 * passes - sum(map(self._unasked, self.work.runs))) * phases)
+        spec, again = self.setup.spec, self._passes_over_tp - 1
+        passes = sum(map(len, self.work.runs)) + again * sum(map(len, self.learning))
+        beside, beside_again = (
+            sum(spec.layers[number].hidden_sums - 2 for run in runs for number in run)
+            for runs in (self.work.runs, self.learning)
+        )
+        rows = 2 * passes + beside + (again - 1) * beside_again - sum(map(self._unasked, self.work.runs))
+        return round(rows * phases) + (2 * passes if spec.qk_norm == "full" else 0)
 
     def _unasked(self, run: range) -> float:
         """Sums over tp that the backward pass of a run's layers does without: of inputs that want no gradient, in the

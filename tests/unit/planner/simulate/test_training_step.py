@@ -16,7 +16,7 @@ from tllm.planner.cost.traffic import step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork
 from tllm.planner.simulate.training_step import Links, StepPrediction, predict_step
 from tllm.spec.cut import cut_stage
-from tllm.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
+from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tllm.spec.pipeline_schedule import build
 from tllm.spec.plan import Plan
 
@@ -173,6 +173,33 @@ def test_sums_over_tp_are_waited_for() -> None:
     assert got.layers == pytest.approx(sent / 1e6) and got.seconds == pytest.approx(WHOLE / 2 + sent / 1e6)
     late = predict("tp=2", LinkSpeed(latency=0.01))
     assert late.layers == pytest.approx(12 * 8 * 4 * 0.01), "two sums forward and two backward, in each layer"
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("layer", 3)])
+def test_norms_over_all_heads_and_experts_beside_an_mlp_are_sums_of_their_own(recompute: str, passes: int) -> None:
+    """Those of queries and keys in each pass; the experts' rows in the forward ones."""
+    plan, link = Plan.parse(f"tp=2,recompute={recompute}", SPEC.num_layers), LinkSpeed(latency=0.01)
+    beside = MoeSpec(6, 2, 32, beside_mlp=True, style="gemma4")
+    for spec, more in (
+        (replace(SPEC, qk_norm="full"), 2 * passes),
+        (replace(SPEC, layers=(replace(SPEC.layers[0], moe=beside),) * 8), passes - 1),
+    ):
+        got = predict_step(spec, plan, FACTS, SPEED, link)
+        assert got.layers == pytest.approx(12 * 8 * (2 * passes + more) * 0.01)
+
+
+def test_layers_without_experts_send_no_tokens_to_them() -> None:
+    experts = replace(SPEC.layers[0], moe=MoeSpec(6, 2, 32))
+    some = replace(SPEC, layers=(SPEC.layers[0],) * 5 + (experts,) * 3)
+    got = predict_step(some, Plan.parse("dp=2,ep=2", 8), FACTS, SPEED, LinkSpeed(latency=0.01))
+    assert got.layers == pytest.approx(12 / 2 * 3 * 5 * 0.01), "to them and back, with counts first; and the way back"
+
+
+@pytest.mark.parametrize(("recompute", "rounds"), [("none", 3), ("selective", 4), ("layer", 4)])
+def test_a_ring_goes_round_again_where_attention_is_computed_again(recompute: str, rounds: int) -> None:
+    plan = Plan.parse(f"cp=2,recompute={recompute}", SPEC.num_layers)
+    one, two = (predict_step(SPEC, plan, FACTS, SPEED, LinkSpeed(latency=late)).layers for late in (1.0, 2.0))
+    assert two - one == pytest.approx(12 * 8 * rounds)
 
 
 def test_a_faster_rank_has_sent_its_part_of_a_sum_before() -> None:
