@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -106,6 +106,12 @@ class PlacedPlan:
         seconds = step.seconds + sum(roles.values())
         rate = step.tokens_per_second * (step.seconds / seconds if roles else 1.0)
         return replace(step, seconds=seconds, tokens_per_second=rate, roles=tuple(roles.items()))
+
+    def bytes_of_all(self, step: StepPrediction) -> int:
+        """Bytes that all ranks send in a predicted step, which has those of the replicas that stand for all."""
+        size, counts = self.plan.replica_size, Counter(self.stands_for)
+        parts = zip(self.replicas, range(0, len(step.bytes_sent), size), strict=True)
+        return sum(counts[replica] * sent.total for replica, at in parts for sent in step.bytes_sent[at : at + size])
 
     def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
         """The memory of the ranks of some replicas, or of all."""
