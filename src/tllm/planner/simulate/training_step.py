@@ -283,9 +283,9 @@ class RankStep:
     def after_backward(self) -> float:
         """Seconds that a step still waits for when the last backward pass is done."""
         plan, execution = self.setup.plan, self.setup.execution
-        others = self._seconds("edp") + self._seconds("replica") + 2 * self._seconds("servers")
-        link = self._link("dp")
+        others = self._seconds("replica") + 2 * self._seconds("servers")
         if plan.zero == 3:
+            others, link = others + self._seconds("edp"), self._link("dp")
             # Those that others' trainers send beside products travel with the gathers.
             scattered = 0 if "dp" in dict(execution.overlap) else min(self._scattered(), self.traffic.dp)
             gathers = sending_seconds(self.traffic.dp - scattered, link)
@@ -293,13 +293,17 @@ class RankStep:
             exposed += max(0.0, execution.overlap_excess(gathers, self.compute))
             # Both go by one link: neither hides what the other has no time for.
             return others + max(exposed, execution.overlap_excess(self._seconds("dp"), self.compute))
-        gather = self._new_weights() if plan.zero else 0
-        exposed = self._exposed_all_reduces(sending_seconds(self.traffic.dp - gather, link))
-        return others + exposed + execution.exposed_seconds("dp", sending_seconds(gather, link), self.compute)
+        sums = gathers = 0.0
+        for group, spread in (("dp", False), ("edp", True)):  # one bucket after another, of whichever parameters
+            link, gather = self._link(group), self._new_weights(spread) if plan.zero else 0
+            sums += sending_seconds(getattr(self.traffic, group) - gather, link)
+            gathers += execution.exposed_seconds(group, sending_seconds(gather, link), self.compute)
+        return others + self._exposed_all_reduces(sums) + gathers
 
     def _exposed_all_reduces(self, all_reduces: float) -> float:
-        """Of the seconds of all-reduces of gradients over dp, those that outlast the last backward pass; or the whole
-        next step, where they are applied one step late. Weights of local steps are sent when nothing is computed."""
+        """Of the seconds of all-reduces of gradients over replicas, those that outlast the last backward pass; or the
+        whole next step, where they are applied one step late. Weights of local steps are sent when nothing is computed.
+        """
         facts = self.setup.facts
         if facts.late:
             return max(0.0, all_reduces - self.compute - self.layers)
@@ -314,17 +318,16 @@ class RankStep:
         """Bytes that the rank sends of its gradients, which are reduce-scattered (ZeRO 1 to 3)."""
         facts, parameters = self.setup.facts, [one for one in self._parameters() if not one.spread]
         share = facts.gradient_share(parameters, self.setup.spec.hidden_size)
-        return scattered_bytes(self._shared_elements(), self.work.replicas, facts, share)
+        return scattered_bytes(self._elements(False), self.work.replicas, facts, share)
 
-    def _new_weights(self) -> int:
+    def _new_weights(self, spread: bool) -> int:
         """Bytes that the rank sends when new weights are gathered after an update."""
-        return all_gather(
-            self._shared_elements() // self.work.replicas * self.setup.facts.learned_bytes, self.work.replicas
-        )
+        ranks = self.work.expert_replicas if spread else self.work.replicas
+        return all_gather(self._elements(spread) // ranks * self.setup.facts.learned_bytes, ranks)
 
-    def _shared_elements(self) -> int:
-        """Of the parameters that all replicas hold."""
-        return sum(padded_elements(parameter) for parameter in self._parameters() if not parameter.spread)
+    def _elements(self, spread: bool) -> int:
+        """Of the parameters that all replicas hold, or of experts that they divide (`spread`)."""
+        return sum(padded_elements(parameter) for parameter in self._parameters() if parameter.spread == spread)
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for unit in self.work.learned(self.setup.spec) for parameter in unit]

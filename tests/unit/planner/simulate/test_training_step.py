@@ -153,6 +153,18 @@ def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
     assert sharded.gradients == pytest.approx(0.9 * backward / 2, rel=0.01)
 
 
+@pytest.mark.parametrize(("zero", "exposed"), [(0, 0.0), (1, 0.5)])
+def test_sums_of_experts_that_replicas_divide_are_hidden_too(zero: int, exposed: float) -> None:
+    """All of them were predicted to come after the last backward pass; what nothing hides are gathered weights."""
+    spec = replace(SPEC, layers=(replace(SPEC.layers[0], moe=MoeSpec(6, 2, 32)),) * 8)
+    plan, facts = Plan.parse(f"dp=4,ep=2,zero={zero}", SPEC.num_layers), replace(FACTS, bucket_bytes=4096)
+    sent = step_traffic(spec, plan, facts)[0].edp
+    way = 1.5 * forward_flops(spec, [64]) / SPEED
+    groups = dict.fromkeys(("tp", "pp", "cp", "dp", "ep", "replica", "servers"), FREE)
+    got = predict_step(spec, plan, facts, SPEED, {**groups, "edp": LinkSpeed(bandwidth=sent / way)})
+    assert sent and exposed * way <= got.gradients < (exposed + 0.2) * way
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_stage_that_waits_for_messages_computes_nothing_meanwhile(chunks: int) -> None:
     """An op of a stage between two others sends one message and is sent one; at an end there is one of both."""
