@@ -232,6 +232,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def writes(self) -> bool:
+        """Whether it has a head for tokens and may write them; else it embeds or scores."""
+        return not (self.num_labels or self.is_headless or self.bidirectional)
+
     def hidden_state(self, number: int) -> int | None:
         """Which of the model's hidden states a number means that may count from the end; None where there is none.
 

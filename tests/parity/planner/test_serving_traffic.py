@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.comm.tensor_parallel import counted_batch, modes_of, spec_of
@@ -33,6 +35,13 @@ def test_a_stage_that_hands_on_does_too(mode: TensorMode, ranks: int) -> None:
     for tokens in (1, 144):
         law = sums_of(spec, mode, ranks).sent(range(2), tokens, 1, 4)
         assert counted_batch(spec, mode, ranks, tokens, 1, range(2)) == law, tokens
+
+
+def test_squares_whose_tokens_see_those_after_them_send_each_other_nothing() -> None:
+    spec = replace(spec_of(96), bidirectional=True)
+    for layers in (range(3), range(2)):
+        law = sums_of(spec, "2.5d", 8).sent(layers, 48, 1, 4)
+        assert counted_batch(spec, "2.5d", 8, 48, 1, layers if len(layers) < 3 else None) == law
 
 
 def test_widths_that_no_side_divides_are_counted_as_they_are() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from tllm.cluster.settings import SurveySettings
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
+from tllm.spec.model_spec import ModelSpec
 
 NODE_SECONDS, WAY_SECONDS, ALL_WAYS_SECONDS = 4.0, 1.0, 4.0
 LINK_SECONDS = 30.0
@@ -49,18 +50,19 @@ def training_settings(
     )
 
 
-def serving_facts(args: argparse.Namespace, dtype: str) -> ServingFacts:
-    """What serving is asked for on the command line."""
+def serving_facts(args: argparse.Namespace, spec: ModelSpec, dtype: str) -> ServingFacts:
+    """What serving is asked for on the command line; of a model that writes nothing, answers to prompts alone."""
     drafts = args.speculative_config
     return ServingFacts(
         dtype,
         args.prompt,
-        args.reply,
+        args.reply if spec.writes else 1,
         args.concurrency,
         num_speculative_tokens=args.num_speculative_tokens,
         acceptance=args.acceptance,
         kv_cache_dtype=args.kv_cache_dtype,
         draft_model=None if drafts is None else drafts.draft_spec(),
+        whole_prompts=spec.bidirectional,
     )
 
 

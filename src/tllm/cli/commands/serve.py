@@ -384,7 +384,7 @@ def _chooser(args: argparse.Namespace, options: EngineOptions) -> ServingChooser
     nodes, is_given = args.nodes or args.local or 1, args.plan or options.plan.world_size == 1
     if is_given and not args.keep:
         return None
-    facts = serving_facts(args, options.dtype)
+    facts = serving_facts(args, options.spec, options.dtype)
     # What was measured goes with the cluster, so that one that is started again need not measure anew.
     folder, given = args.keep or args.cluster_folder, options.plan if is_given else None
     return ServingChooser(options, facts, folder, nodes, given, args.leave_out == "auto")

@@ -104,9 +104,16 @@ def _keys() -> Iterator[Any]:
     import termios
     import tty
 
+    def pressed(seconds: float) -> bool:
+        if not select.select([sys.stdin], [], [], seconds)[0]:
+            return False
+        # All that was typed, and not through a buffer, of which nobody is told that something is left in it.
+        typed = os.read(sys.stdin.fileno(), 1024)
+        return not typed or b"q" in typed.lower()
+
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
-        yield lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]) and sys.stdin.read(1) in "qQ"
+        yield pressed
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

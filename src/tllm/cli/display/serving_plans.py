@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -35,9 +36,9 @@ KINDS = ("weights", "cache", "working", "runtime")
 
 def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Choose a plan, or take the one that is given, and print the prediction."""
-    asked = serving_facts(args, args.dtype or spec.dtype)
+    asked = serving_facts(args, spec, args.dtype or spec.dtype)
     longest = context_of(spec, args.max_model_len)
-    facts = within(asked, longest)
+    facts = replace(within(asked, longest), max_num_seqs=args.max_num_seqs)
     result = (
         given_serving(given_plan(args.plan, spec, cluster), spec, cluster, facts)
         if args.plan
@@ -88,7 +89,7 @@ def _as_text(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top
                 str(number),
                 str(choice.plan),
                 " ".join(stage_names(choice.plan, cluster, choice.devices)),
-                f"{1e3 * predicted.per_token:.4g}",
+                f"{1e3 * predicted.per_token:.4g}" if predicted.load.facts.reply > 1 else "",
                 f"{predicted.first_token:.3g} s",
                 f"{predicted.tokens_per_second:.4g}",
                 amount(max(rank.total for rank in predicted.memory)),

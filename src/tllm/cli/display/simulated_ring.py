@@ -26,7 +26,7 @@ SHOWN = 3
 
 def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> None:
     """Simulate the plan that is given, or the best one, and print the result."""
-    facts = serving_facts(args, args.dtype or spec.dtype)
+    facts = serving_facts(args, spec, args.dtype or spec.dtype)
     facts = replace(facts, weight_bits=args.weight_bits, message_bits=args.message_bits)
     result = (
         given_serving(given_plan(args.plan, spec, cluster), spec, cluster, facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,14 +65,16 @@ def _disk_here(job: Job, plan: Plan, spec: ModelSpec) -> str:
 
 
 def _unknown(job: Job, plan: Plan, chooser: TrainingChooser) -> str:
-    model = job.model_name_or_path or job.config_name
-    asked = f"--batch {job.global_batch_size} --seq {job.seq_len} --dtype {job.dtype}"
+    model = str(job.model_name_or_path or job.config_name)
+    asked = ["--batch", str(job.global_batch_size), "--seq", str(job.seq_len), "--dtype", job.dtype]
+    choose = ["tllm", "plan", model, "--goal", "train"]
+    measured = ["--nodes", str(plan.world_size), "--keep", job.output_dir]
     return (
         f"no plan is given, and {chooser.path} is no survey of this model on "
         f"{counted(plan.world_size, 'machine')}: the run "
         "measures them when they are here, and then chooses. To choose now, measure or describe them:\n\n"
-        f"  tllm plan {model} --goal train --nodes {plan.world_size} --keep {job.output_dir} {asked}\n"
-        f"  tllm plan {model} --goal train --cluster cluster.toml {asked}\n\n"
+        f"  {shlex.join([*choose, *measured, *asked])}\n"
+        f"  {shlex.join([*choose, '--cluster', 'cluster.toml', *asked])}\n\n"
         "What follows is a replica on each, which only shows sizes.\n"
     )
 

@@ -57,7 +57,7 @@ def _measured(args: argparse.Namespace, spec: ModelSpec) -> Survey:
 
     nodes, dtype = args.nodes or args.local, args.dtype or spec.dtype
     if args.goal == "serve":
-        facts = within(serving_facts(args, dtype), context_of(spec, args.max_model_len))
+        facts = within(serving_facts(args, spec, dtype), context_of(spec, args.max_model_len))
         settings = serving_settings(facts, nodes)
     else:
         sizes = [size for size in MICROBATCHES if size <= args.batch]

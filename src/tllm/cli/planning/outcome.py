@@ -58,7 +58,6 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
     placed = as_long_as_measured(chooser.chosen.placed, records)
     predicted = chooser.chosen.predicted if placed is chooser.chosen.placed else placed.predict()
     step_seconds = chooser.step_seconds(placed, predicted)
-    sent = sum(traffic.total for traffic in predicted.bytes_sent)
     seconds = mean_seconds(records) if predicted.roles else median([record.seconds for record in records])
     memory, bytes_sent = (median([getattr(record, name) for record in records]) for name in SIZES)
     mfu = median([record.mfu for record in records])
@@ -73,7 +72,7 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
             mfu=None if mfu is None else share_of_peak(mfu * seconds / step_seconds),
             bubble=predicted.bubble if placed.plan.pp > 1 else None,
             memory=max(rank.total for rank in chooser.chosen.memory),
-            bytes_sent=sent * placed.plan.replicas // len(placed.replicas),
+            bytes_sent=placed.bytes_of_all(predicted),
             evaluation=chooser.evaluation_seconds(placed),
             **chooser.seconds_by_role(placed, predicted),
         ),

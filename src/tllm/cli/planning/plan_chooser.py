@@ -181,12 +181,14 @@ class ServingChooser(PlanChooser):
         best = self.chosen = result.choices[0] if self.given else self._best(cluster, result)
         predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
         most = max(rank.total for rank in predicted.memory)
+        first, rate = f"{predicted.first_token:.3g} s", f"{predicted.tokens_per_second:.4g}"
+        pace = f"an answer after {first}, {rate} a second"
+        if self.facts.reply > 1:
+            pace = f"{1e3 * predicted.per_token:.3g} ms a token, the first after {first}, {rate} tokens/s"
         lines = [
             f"plan {best.plan} on {' '.join(names)}, {self.how(result.exact, result.steps)}",
-            f"predicted: {1e3 * predicted.per_token:.3g} ms a token, the first after {predicted.first_token:.3g} s, "
-            f"{predicted.tokens_per_second:.4g} tokens/s, {amount(most)} at most "
-            f"on a node ({counted(self.facts.prompt, 'token')} in, {self.facts.reply} out, "
-            f"{self.facts.concurrency} at once)",
+            f"predicted: {pace}, {amount(most)} at most on a node "
+            f"({counted(self.facts.prompt, 'token')} in, {self.facts.reply} out, {self.facts.concurrency} at once)",
             *drafting(predicted.load),
             f"the time goes to {serving_bottleneck(predicted, names)}",
             *([] if self.given else advice(cluster, result, best)),

@@ -32,6 +32,12 @@ def padded_elements(parameter: Parameter) -> int:
     return -(-parameter.elements // LINE) * LINE
 
 
+def range_elements(parameter: Parameter, work: RankWork) -> int:
+    """Elements of a rank's range of a parameter that ZeRO divides over the ranks that share it, as evenly as
+    possible."""
+    return -(-padded_elements(parameter) // (work.expert_replicas if parameter.spread else work.replicas))
+
+
 def bucket_sizes(sizes: Sequence[int], limit: int) -> list[int]:
     """The sizes of buckets that hold parameters of these `sizes`, in the order in which they are full.
 

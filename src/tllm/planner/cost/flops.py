@@ -2,8 +2,9 @@
 
 Elementwise operations (norms, activations, rotations, softmax) do not count, as is usual (PaLM, 2204.02311, appendix
 B). Of attention's scores only those count that the causal mask and the window allow: n (n + 1) / 2 for a document of n
-tokens, fewer with a window. Of a mixture of experts only the chosen ones count. What is recomputed to save memory does
-not count, so that these flops per second over the machine's peak are the MFU."""
+tokens, fewer with a window, and n^2 where tokens see those after them. Of a mixture of experts only the chosen ones
+count. What is recomputed to save memory does not count, so that these flops per second over the machine's peak are the
+MFU."""
 
 from __future__ import annotations
 
@@ -124,6 +125,8 @@ def attention_flops(
     spec, cut = as_layer(spec, layer, cut)
     documents = zip(lengths, before or (0,) * len(lengths), strict=True)
     pairs = sum(seen(first + length, layer.window) - seen(first, layer.window) for length, first in documents)
+    if spec.bidirectional:  # each pair of different tokens both ways
+        pairs = 2 * pairs - sum(lengths)
     return 2 * 2 * spec.head_dim * size(cut.heads) * pairs
 
 

@@ -45,6 +45,8 @@ class ServingFacts:
     max_num_seqs: int | None = None
     """Sequences that an engine computes at once at the most, with room to work with them all; None for as many as there
     are requests, and room for their tokens alone."""
+    whole_prompts: bool = False
+    """Whether all of a prompt is computed in one batch, as its tokens see those after them."""
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
@@ -175,6 +177,9 @@ class ServingLoad:
         """Batches in which all prompts are computed, as `engine.schedule.scheduler` cuts them."""
         tokens = self.facts.concurrency * self.facts.prompt
         most = MAX_NUM_BATCHED_TOKENS
+        if self.facts.whole_prompts:
+            most = max(most, self.facts.max_model_len or 0)
+            return -(-self.facts.concurrency // max(1, most // self.facts.prompt))
         if self.stages > 1:
             most = min(most, max(SMALLEST_CHUNK, -(-tokens // (2 * self.stages))))
         return -(-tokens // most)
@@ -184,7 +189,8 @@ class ServingLoad:
         """One chunk of prompts."""
         tokens = self.facts.concurrency * self.facts.prompt / self.chunks
         sequences = max(1.0, tokens / self.facts.prompt)
-        return ExpectedBatch(tokens, sequences, (self.facts.prompt + 1) / 2, sequences)
+        keys = self.facts.prompt if self.facts.whole_prompts else (self.facts.prompt + 1) / 2
+        return ExpectedBatch(tokens, sequences, keys, sequences)
 
     @cached_property
     def decode(self) -> ExpectedBatch:

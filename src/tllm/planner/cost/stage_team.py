@@ -114,7 +114,7 @@ class StageTeam:
                 item = self.facts.weight_bytes
                 table = size(cut.vocab) * held.hidden_size * item - saved_table_bytes(held, cut, item, head=True)
                 flops = logits_flops(held, cut, 1) * batch.rows
-                if self.spec.num_labels:  # a head of its own, and small
+                if not self.spec.writes:  # a head of its own, and small, or none
                     table, flops = self.spec.num_labels * D * item, 2 * self.spec.num_labels * D * batch.rows
                 works.append(
                     _slower(flops / device.logits_rate(self.facts.dtype, batch.rows), table / device.memory_bandwidth)
@@ -174,7 +174,9 @@ class StageTeam:
         """What one rank computes of one layer: products with weights, attention over keys and values, operations."""
         spec, cut, facts = self._held[place], self.cuts[place], self.facts
         device = self._each[place]
-        keys = 1 if layer.delta else batch.keys if layer.window is None else min(batch.keys, layer.window)
+        keys = 1 if layer.delta else batch.keys
+        if layer.window is not None:  # as many each way
+            keys = min(keys, 2 * layer.window - 1 if spec.bidirectional else layer.window)
         rate = device.matrix_rate(facts.dtype, batch.tokens)
         products = (layer_flops(spec, layer, cut, (1,)) - attention_flops(spec, layer, cut, (1,))) * batch.tokens
         weights = read_elements(spec, layer, cut, batch.tokens) * mean_linear_bytes(spec, facts.weight_bytes)

@@ -9,7 +9,8 @@ alone it copies, and sends the copy to the next rank. Over n ranks that share th
     zero 3      nothing is held twice             alone: 1 / n of everything
     n = 1       nothing is held twice             alone: everything
 
-What belongs to one replica (a residual, the states of local steps) one rank holds alone under any plan.
+Of whole experts that are divided over replicas (`ep`) n is as many ranks as have the same ones. What belongs to one
+replica (a residual, the states of local steps) one rank holds alone under any plan.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from itertools import chain
+from typing import NamedTuple
 
 from tllm.planner.cost.buckets import shares_table
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts
@@ -30,7 +33,9 @@ VERSIONS = 2
 
 def replicated_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
     """Bytes that a rank sends for one snapshot: those of what it holds alone."""
-    return _state_bytes(spec, plan, facts, work)[0] if _is_replicated(plan, facts) and plan.world_size > 1 else 0
+    if not _is_replicated(plan, facts) or plan.world_size == 1:
+        return 0
+    return sum(held.state_bytes(plan, facts)[0] for held in _held(spec, work))
 
 
 def snapshot_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
@@ -39,8 +44,8 @@ def snapshot_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Seq
         return [0] * len(works)
     own = []
     for work in works:
-        alone, shared = _state_bytes(spec, plan, facts, work)
-        own.append(alone + 2 * shared // work.replicas)
+        both = [(held.ranks, *held.state_bytes(plan, facts)) for held in _held(spec, work)]
+        own.append(sum(alone + 2 * shared // ranks for ranks, alone, shared in both))
     sent = [replicated_bytes(spec, plan, facts, work) for work in works]
     return [VERSIONS * (mine + sent[index - 1]) for index, mine in enumerate(own)]
 
@@ -54,10 +59,12 @@ def save_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequenc
     if plan.servers or plan.offload == "disk":
         return [0] * len(works)
     copied = []
+    kinds = _item_bytes_of_kinds(facts) if plan.zero == 0 else (facts.learned_bytes,)
     for work in works:
-        alone, shared = _state_bytes(spec, plan, facts, work)
-        kinds = _item_bytes_of_kinds(facts) if plan.zero == 0 else (facts.learned_bytes,)
-        copied.append(alone + (max(_assigned(_tensors(spec, work), kinds, (0,) * work.replicas)) if shared else 0))
+        copied.append(0)
+        for held in _held(spec, work):
+            alone, shared = held.state_bytes(plan, facts)
+            copied[-1] += alone + (max(_assigned(held.tensors, kinds, (0,) * held.ranks)) if shared else 0)
     holders: dict[tuple[int, Range], list[int]] = {}  # indices of the ranks that hold the same rows of a tied table
     for index, work in enumerate(works):
         if work.replicas == 1 and shares_table(spec, plan, work):
@@ -75,12 +82,36 @@ def _item_bytes_of_kinds(facts: TrainingFacts) -> tuple[int, ...]:
     return (*[facts.full_precision_bytes] * _shared_states(facts), facts.learned_bytes)
 
 
-def _tensors(spec: ModelSpec, work: RankWork) -> tuple[int, ...]:
-    """Elements of each parameter in the order of names: both ends of the model come before its layers."""
+class _Held(NamedTuple):
+    """Elements of each parameter that so many `ranks` have alike, in the order of names."""
+
+    tensors: tuple[int, ...]
+    ranks: int
+
+    def state_bytes(self, plan: Plan, facts: TrainingFacts) -> tuple[int, int]:
+        """Bytes of weights and states that each of them alone holds, and that the others hold too."""
+        elements, n = sum(self.tensors), self.ranks
+        weights = elements * facts.learned_bytes
+        states = elements * facts.full_precision_bytes * _shared_states(facts)
+        own = elements * facts.full_precision_bytes * (facts.residual + (facts.states if facts.local else 0))
+        if n == 1:
+            return weights + states + own, 0
+        if plan.zero == 0:
+            return own, weights + states
+        return ((weights + states) // n + own, 0) if plan.zero == 3 else (states // n + own, weights)
+
+
+def _held(spec: ModelSpec, work: RankWork) -> tuple[_Held, _Held]:
+    """What a rank has as all replicas have it, and of experts that are divided over replicas. Both ends of the model
+    come before its layers."""
     units = work.learned(spec)
     if work.adapter is None and work.ends_model(spec):
         units = [units[-1], *units[:-1]]
-    return tuple(parameter.elements for unit in units for parameter in unit)
+    parameters = list(chain.from_iterable(units))
+    ordinary, spread = (
+        tuple(one.elements for one in parameters if one.spread == is_spread) for is_spread in (False, True)
+    )
+    return _Held(ordinary, work.replicas), _Held(spread, work.expert_replicas)
 
 
 @lru_cache(256)
@@ -100,20 +131,6 @@ def _assigned(tensors: tuple[int, ...], kinds: tuple[int, ...], before: tuple[in
 
 def _is_replicated(plan: Plan, facts: TrainingFacts) -> bool:
     return facts.mirror_steps > 0 and not plan.servers
-
-
-def _state_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> tuple[int, int]:
-    """Bytes of weights and states that this rank alone holds, and that others hold too."""
-    elements = sum(parameter.elements for unit in work.learned(spec) for parameter in unit)
-    weights = elements * facts.learned_bytes
-    states = elements * facts.full_precision_bytes * _shared_states(facts)
-    own = elements * facts.full_precision_bytes * (facts.residual + (facts.states if facts.local else 0))
-    n = work.replicas
-    if n == 1:
-        return weights + states + own, 0
-    if plan.zero == 0:
-        return own, weights + states
-    return ((weights + states) // n + own, 0) if plan.zero == 3 else (states // n + own, weights)
 
 
 def _shared_states(facts: TrainingFacts) -> int:

@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tllm.planner.cost.activations import recomputed_bytes
-from tllm.planner.cost.buckets import buckets_of, padded_elements, receive_bytes, received, shares_table
+from tllm.planner.cost.buckets import buckets_of, padded_elements, range_elements, receive_bytes, received, shares_table
 from tllm.planner.cost.grid_work import hidden_part
-from tllm.planner.cost.rank_bytes import Parameter, as_learned, end_bytes, layer_bytes
+from tllm.planner.cost.rank_bytes import as_learned, end_bytes, layer_bytes
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, deal_microbatches, rank_works
 from tllm.planner.memory.backward_peak import layer_piece, logits_piece, peak_pass_bytes, workspace_bytes
 from tllm.planner.memory.grid_products import product_bytes
@@ -143,7 +143,7 @@ def _computing(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork
     parameters = [parameter for unit in units for parameter in unit]
     whole = sum(map(padded_elements, parameters))
     zero = plan.zero if work.replicas > 1 else 0
-    mine = sum(_range_elements(parameter, work) for parameter in parameters) if zero else whole
+    mine = sum(range_elements(parameter, work) for parameter in parameters) if zero else whole
     b, w = facts.learned_bytes, facts.full_precision_bytes
     state = 0 if plan.servers else mine
     optimizer, full_precision_weights = state * w * facts.states, state * w * (b < w)
@@ -191,12 +191,6 @@ def _frozen_bytes(spec: ModelSpec, facts: TrainingFacts, work: RankWork) -> int:
     return math.ceil(layers + sum(sum(end_bytes(held, run, work.cut, item)) for run in work.runs))
 
 
-def _range_elements(parameter: Parameter, work: RankWork) -> int:
-    """Elements of this rank's range of a parameter that ZeRO divides over the ranks that share it, as evenly as
-    possible."""
-    return -(-padded_elements(parameter) // (work.expert_replicas if parameter.spread else work.replicas))
-
-
 def _gradients(zero: int, whole: int, mine: int, work: RankWork, facts: TrainingFacts) -> int:
     """Bytes of gradients, `whole` elements of which this rank keeps `mine`; with one microbatch ZeRO 2 and 3 pass each
     bucket on as soon as it is full, and two are under way."""
@@ -229,10 +223,11 @@ def _buffers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     table = receive_bytes(ordinary[-1:], 2) if shares_table(spec, plan, work) else 0
     if table <= longest:
         table = 0
-    over_dp = receive_bytes(ordinary, work.replicas, plan.zero > 0) + receive_bytes(
-        spread, work.expert_replicas, plan.zero > 0
-    )
-    updated = (facts.states + facts.float32_weights) * max(ordinary) if plan.offload == "disk" else 0
+    groups, updated = ((ordinary, work.replicas), (spread, work.expert_replicas)), 0
+    over_dp = sum(receive_bytes(buckets, ranks, plan.zero > 0) for buckets, ranks in groups)
+    if plan.offload == "disk":
+        ranges = (size // (ranks if plan.zero else 1) for buckets, ranks in groups for size in buckets)
+        updated = (facts.states + facts.float32_weights) * max(ranges, default=0)
     of_layers = 0 if plan.grid else received(layer_piece(spec, work), work.tp)
     return of_layers + table + over_dp + updated
 

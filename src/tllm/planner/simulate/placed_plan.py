@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +11,7 @@ from itertools import product
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, worst
 from tllm.planner.cluster.execution import TLLM, Execution
-from tllm.planner.cost.buckets import padded_elements
+from tllm.planner.cost.buckets import padded_elements, range_elements
 from tllm.planner.cost.flops import attention_flops, layer_flops, training_flops
 from tllm.planner.cost.link_levels import exchange_link, gather_link
 from tllm.planner.cost.message_time import sending_seconds
@@ -107,6 +107,12 @@ class PlacedPlan:
         rate = step.tokens_per_second * (step.seconds / seconds if roles else 1.0)
         return replace(step, seconds=seconds, tokens_per_second=rate, roles=tuple(roles.items()))
 
+    def bytes_of_all(self, step: StepPrediction) -> int:
+        """Bytes that all ranks send in a predicted step, which has those of the replicas that stand for all."""
+        size, counts = self.plan.replica_size, Counter(self.stands_for)
+        parts = zip(self.replicas, range(0, len(step.bytes_sent), size), strict=True)
+        return sum(counts[replica] * sent.total for replica, at in parts for sent in step.bytes_sent[at : at + size])
+
     def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
         """The memory of the ranks of some replicas, or of all."""
         return training_bytes(self.spec, self.plan, self.facts, replicas)
@@ -190,13 +196,20 @@ class PlacedPlan:
         return max(0.0, seconds - hidden) / self.facts.mirror_steps
 
     def _update(self, work: RankWork) -> float:
-        """Seconds of a rank's optimizer: as it was measured, or of its traffic through memory by the roofline model."""
-        elements = sum(padded_elements(parameter) for unit in work.learned(self.spec) for parameter in unit)
-        device = self._device(work.rank)
-        of_one = device.update_seconds
-        if not of_one and self.execution is not None:
-            of_one = update_seconds(self.facts, device, self.execution)
-        return of_one * elements / (work.replicas if self.plan.zero else 1)
+        """Seconds of the optimizer, of the rank's own weights or of the part that each parameter server has."""
+        plan, parameters = self.plan, [one for unit in work.learned(self.spec) for one in unit]
+        if plan.servers:
+            servers = range(plan.replicas * plan.replica_size, plan.world_size)
+            return max(map(self._update_of_one, servers)) * sum(map(padded_elements, parameters)) / plan.servers
+        elements = sum(range_elements(one, work) if plan.zero else padded_elements(one) for one in parameters)
+        return self._update_of_one(work.rank) * elements
+
+    def _update_of_one(self, rank: int) -> float:
+        """Seconds for an element: as measured, or of its traffic through memory by the roofline model."""
+        device = self._device(rank)
+        if device.update_seconds or self.execution is None:
+            return device.update_seconds
+        return update_seconds(self.facts, device, self.execution)
 
     def _disk(self, memory: RankMemory) -> float:
         """Seconds in which a rank reads and writes the states that lie on its disk."""

@@ -19,9 +19,15 @@ from typing import NamedTuple
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import PAGE_SIZE
-from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.cost.message_time import transfer_after_compute
-from tllm.planner.cost.rank_work import JudgeFacts, TrainingFacts, deal_microbatches, rank_works
+from tllm.planner.cost.rank_work import (
+    JudgeFacts,
+    TrainingFacts,
+    deal_microbatches,
+    forward_only_layers,
+    passes_of,
+    rank_works,
+)
 from tllm.planner.cost.serving_load import ExpectedBatch, SamplingFacts, ServingFacts
 from tllm.planner.cost.stage_team import whole_model
 from tllm.planner.cost.tensor_parallel.grid_team import stage_teams
@@ -69,8 +75,9 @@ def role_seconds(
             found["rewards"] = sampling.share * dealt_seconds(reward, serving, reward.devices)
     if facts.reference:
         share = 1.0 if sampling is None else sampling.share
-        again = (plan.recompute == "layer") + facts.value_pass
-        found["reference"] = share * learning.passes / (1 + BACKWARD + again)
+        learns = 1 - forward_only_layers(spec, facts) / spec.num_layers
+        backward = learns * (passes_of(facts) - 1 + (plan.recompute == "layer"))
+        found["reference"] = share * learning.passes / (1 + facts.value_pass + backward)
     if facts.teacher is not None and serving.devices[devices[0]].knows(facts.teacher.dtype):
         found["teacher"] = dealt_seconds(facts.teacher.whole, serving, devices[:1])
     if sampling is not None and sampling.share and sampling.servers:

@@ -283,9 +283,9 @@ class RankStep:
     def after_backward(self) -> float:
         """Seconds that a step still waits for when the last backward pass is done."""
         plan, execution = self.setup.plan, self.setup.execution
-        others = self._seconds("edp") + self._seconds("replica") + 2 * self._seconds("servers")
-        link = self._link("dp")
+        others = self._seconds("replica") + 2 * self._seconds("servers")
         if plan.zero == 3:
+            others, link = others + self._seconds("edp"), self._link("dp")
             # Those that others' trainers send beside products travel with the gathers.
             scattered = 0 if "dp" in dict(execution.overlap) else min(self._scattered(), self.traffic.dp)
             gathers = sending_seconds(self.traffic.dp - scattered, link)
@@ -293,13 +293,17 @@ class RankStep:
             exposed += max(0.0, execution.overlap_excess(gathers, self.compute))
             # Both go by one link: neither hides what the other has no time for.
             return others + max(exposed, execution.overlap_excess(self._seconds("dp"), self.compute))
-        gather = self._new_weights() if plan.zero else 0
-        exposed = self._exposed_all_reduces(sending_seconds(self.traffic.dp - gather, link))
-        return others + exposed + execution.exposed_seconds("dp", sending_seconds(gather, link), self.compute)
+        sums = gathers = 0.0
+        for group, spread in (("dp", False), ("edp", True)):  # one bucket after another, of whichever parameters
+            link, gather = self._link(group), self._new_weights(spread) if plan.zero else 0
+            sums += sending_seconds(getattr(self.traffic, group) - gather, link)
+            gathers += execution.exposed_seconds(group, sending_seconds(gather, link), self.compute)
+        return others + self._exposed_all_reduces(sums) + gathers
 
     def _exposed_all_reduces(self, all_reduces: float) -> float:
-        """Of the seconds of all-reduces of gradients over dp, those that outlast the last backward pass; or the whole
-        next step, where they are applied one step late. Weights of local steps are sent when nothing is computed."""
+        """Of the seconds of all-reduces of gradients over replicas, those that outlast the last backward pass; or the
+        whole next step, where they are applied one step late. Weights of local steps are sent when nothing is computed.
+        """
         facts = self.setup.facts
         if facts.late:
             return max(0.0, all_reduces - self.compute - self.layers)
@@ -314,17 +318,16 @@ class RankStep:
         """Bytes that the rank sends of its gradients, which are reduce-scattered (ZeRO 1 to 3)."""
         facts, parameters = self.setup.facts, [one for one in self._parameters() if not one.spread]
         share = facts.gradient_share(parameters, self.setup.spec.hidden_size)
-        return scattered_bytes(self._shared_elements(), self.work.replicas, facts, share)
+        return scattered_bytes(self._elements(False), self.work.replicas, facts, share)
 
-    def _new_weights(self) -> int:
+    def _new_weights(self, spread: bool) -> int:
         """Bytes that the rank sends when new weights are gathered after an update."""
-        return all_gather(
-            self._shared_elements() // self.work.replicas * self.setup.facts.learned_bytes, self.work.replicas
-        )
+        ranks = self.work.expert_replicas if spread else self.work.replicas
+        return all_gather(self._elements(spread) // ranks * self.setup.facts.learned_bytes, ranks)
 
-    def _shared_elements(self) -> int:
-        """Of the parameters that all replicas hold."""
-        return sum(padded_elements(parameter) for parameter in self._parameters() if not parameter.spread)
+    def _elements(self, spread: bool) -> int:
+        """Of the parameters that all replicas hold, or of experts that they divide (`spread`)."""
+        return sum(padded_elements(parameter) for parameter in self._parameters() if parameter.spread == spread)
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for unit in self.work.learned(self.setup.spec) for parameter in unit]
@@ -333,11 +336,16 @@ class RankStep:
         """Seconds of a step that layers wait for messages."""
         setup, again = self.setup, self._passes_over_tp - 1
         layers, learning = sum(map(len, self.work.runs)), sum(map(len, self.learning))
+        experts, trained = (
+            sum(setup.spec.layers[number].moe is not None for run in runs for number in run)
+            for runs in (self.work.runs, self.learning)
+        )
         in_turn = 1 if setup.plan.grid is None else waits_in_turn(setup.plan.grid)
         tp = self._seconds("tp", self._all_reduces(), in_turn)
         share = expected_dispatch_share(setup.spec, setup.plan, self.work) if setup.plan.ep > 1 else 1.0
-        ep = self._seconds("ep", 3 * layers + (3 * again - 1) * learning, share)
-        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (again + 1) * learning))
+        ep = self._seconds("ep", 3 * experts + (3 * again - 1) * trained, share)
+        round_again = setup.plan.recompute != "none"  # of the ring, also where attention's core alone is computed again
+        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (2 + round_again) * learning))
         in_groups = (("tp", tp), ("ep", ep))
         exposed = [setup.execution.exposed_seconds(group, seconds, self.compute) for group, seconds in in_groups]
         return sum(exposed) + max(0.0, cp - self._attention())
@@ -349,13 +357,20 @@ class RankStep:
 
     def _all_reduces(self) -> int:
         """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
-        (reduce-scatter and all-gather)."""
+        (reduce-scatter and all-gather). Norms over all heads' queries and keys have a short one each, and experts
+        beside an MLP one more for their rows."""
         shape = self.setup.plan.grid
         if shape is not None:
             return rounds_on_grid(self.setup.spec, shape, len(self.setup.spec.layers), self._passes_over_tp == 3)
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
-        passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
-        return round((2 * passes - sum(map(self._unasked, self.work.runs))) * phases)
+        spec, again = self.setup.spec, self._passes_over_tp - 1
+        passes = sum(map(len, self.work.runs)) + again * sum(map(len, self.learning))
+        beside, beside_again = (
+            sum(spec.layers[number].hidden_sums - 2 for run in runs for number in run)
+            for runs in (self.work.runs, self.learning)
+        )
+        rows = 2 * passes + beside + (again - 1) * beside_again - sum(map(self._unasked, self.work.runs))
+        return round(rows * phases) + (2 * passes if spec.qk_norm == "full" else 0)
 
     def _unasked(self, run: range) -> float:
         """Sums over tp that the backward pass of a run's layers does without: of inputs that want no gradient, in the

@@ -114,8 +114,7 @@ def model_pooling(
     if score_type == "auto":
         asks = bool(answers) or "rerank" in model_name(folder).lower()
         score_type = "classification" if spec.num_labels else "generative" if asks else "embedding"
-    lacks_tokens = spec.num_labels > 0 or spec.is_headless or spec.bidirectional
-    if (score_type == "classification" and not spec.num_labels) or (score_type == "generative" and lacks_tokens):
+    if (score_type == "classification" and not spec.num_labels) or (score_type == "generative" and not spec.writes):
         plain = "no head" if spec.is_headless or spec.bidirectional else "a head for tokens alone"
         has = f"a classification head of {counted(spec.num_labels, 'label')}" if spec.num_labels else plain
         raise ConfigError(f"score_type is {score_type!r} and the model has {has}", "leave score_type out")

@@ -49,10 +49,12 @@ def test_a_wrong_key_and_no_server(port: str, capsys: pytest.CaptureFixture[str]
     assert "no server at 127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_q_ends_it_and_the_terminal_is_as_before(port: str) -> None:
+@pytest.mark.parametrize("typed", [b"q", b"xQ"])
+def test_q_ends_it_also_behind_another_key(port: str, typed: bytes) -> None:
+    """Of keys that came together the first was looked at, and the others again when one more had come."""
     child, terminal = on_a_terminal(port)
     until(b"m: ready, plan pp=1", terminal)
-    os.write(terminal, b"q")
+    os.write(terminal, typed)
     _drain(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

@@ -346,16 +346,19 @@ def test_a_prompt_that_the_model_does_not_take_is_counted_as_far_as_it_does(
 def test_a_model_that_sees_both_ways_computes_the_context_that_is_asked_for_at_once(
     asked: int | None, tokens: int, folder: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With many requests at once batches are full: they have room for the longest prompt."""
+    """Batches have room for the longest prompt, of as many sequences as the engine computes at once."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"is_causal": False, "max_position_embeddings": 16384}))
     given = () if asked is None else ("--max-model-len", str(asked))
-    many = ("--goal", "serve", "--concurrency", "32", "--plan", "pp=1", "--json")
-    assert plan(folder, cluster, *many, *given) == 0
-    [memory] = json.loads(capsys.readouterr().out)["choices"][0]["memory"]
     spec = read_spec(folder)
     [rank] = rank_bytes(spec, Plan.parse("pp=1", spec.num_layers), spec.dtype)
-    assert memory["working"] == working_bytes(spec, rank, spec.dtype, tokens, 32)
+    for requests, more, sequences in ((32, (), MAX_NUM_SEQS), (1, ("--max-num-seqs", "9"), 9)):
+        asked_for = ("--goal", "serve", "--concurrency", str(requests), "--plan", "pp=1", "--json")
+        assert plan(folder, cluster, *asked_for, *given, *more) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["reply"] == 1, "it embeds, and writes nothing"
+        [memory] = told["choices"][0]["memory"]
+        assert memory["working"] == working_bytes(spec, rank, spec.dtype, tokens, sequences)
 
 
 def test_a_context_longer_than_the_model_has_is_refused(

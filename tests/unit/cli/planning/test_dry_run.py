@@ -137,6 +137,16 @@ def test_without_a_survey_it_says_what_would_choose(job: Path, capsys: pytest.Ca
     assert not (job.parent / "run").exists()
 
 
+def test_what_would_choose_is_quoted_for_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my runs").mkdir()
+    job = write_job(tmp_path / "my runs")
+    assert main(["train", str(job), *LOCAL]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  tllm plan ")]
+    measures, describes = map(shlex.split, lines)
+    assert measures[measures.index("--keep") + 1] == str(job.parent / "run")
+    assert measures[2] == describes[2] == str(job.parent / "config.json")
+
+
 def test_by_a_survey_it_shows_what_the_run_would_take(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keep_survey(job)
     before = (job.parent / "run" / FILE).read_bytes()

@@ -112,6 +112,20 @@ def test_sums_of_a_grid_go_by_links_where_those_that_were_measured_went_through_
     assert predicted("tp=4,tensor=2d", over_devices).seconds < predicted("tp=4,tensor=2d", memory).seconds
 
 
+def test_every_square_computes_all_tokens_that_see_those_after_them() -> None:
+    """A layer of two squares takes as long as of one alone: it was predicted for half of the tokens."""
+    both_ways, batch = replace(SPEC, bidirectional=True), ExpectedBatch(64, 2, 16, 0)
+    grids: tuple[tuple[int, GridMode], ...] = ((8, "2.5d"), (4, "2d"))
+    seconds = dict[tuple[str, bool], float]()
+    for ranks, mode in grids:
+        shape = grid_shape(mode, ranks)
+        assert shape is not None
+        for spec in (SPEC, both_ways):
+            team = GridTeam(spec, cluster_of(ranks, NARROW), tuple(range(ranks)), shape, FACTS)
+            seconds[mode, spec.bidirectional] = team.layer_time(spec.layers[0], batch).seconds
+    assert seconds["2.5d", True] == seconds["2d", True] == seconds["2d", False] > seconds["2.5d", False]
+
+
 def test_weights_of_few_bits_are_refused_and_plain_ones_by_their_bits_are_not() -> None:
     plan = Plan.parse("tp=4,tensor=2d", SPEC.num_layers)
     ask = SPEC, plan, cluster_of(4, NARROW), tuple(range(4))

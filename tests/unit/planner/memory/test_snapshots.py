@@ -12,7 +12,7 @@ from tllm.planner.measured.survey import cluster_of
 from tllm.planner.memory.snapshots import replicated_bytes, save_bytes, snapshot_bytes
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.simulate.placed_plan import PlacedPlan
-from tllm.spec.model_spec import ModelSpec
+from tllm.spec.model_spec import ModelSpec, MoeSpec
 from tllm.spec.plan import Plan
 from tllm.training.checkpoint.shard_assignment import HeldBox, assign_shards
 from tllm.training.snapshot.placement import place_copies, snapshot_holder
@@ -21,24 +21,37 @@ FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
 KINDS = "", "exp_avg/", "exp_avg_sq/"
 
 
-def boxes(work: RankWork, plan: Plan) -> list[HeldBox]:
-    """A rank's weights and two states as runs of float32; what zero spreads is a part of them for each replica."""
-    name = f"stage {work.at.stage} rank {work.at.tp}"
-    elements = sum(one.elements for unit in work.parameters(SPEC) for one in unit)
-    n, r = work.replicas, work.at.replica
-    mine, everything = (elements * r // n, elements * (r + 1) // n), (0, elements)
-    spread = {0: (everything, everything), 1: (everything, mine), 3: (mine, mine)}[plan.zero if n > 1 else 0]
-    held = [("weight", spread[0]), ("exp_avg", spread[1]), ("exp_avg_sq", spread[1])]
-    return [HeldBox(f"{name} {kind}", (box,), "float32", 4) for kind, box in held]
+def boxes(work: RankWork, plan: Plan, spec: ModelSpec) -> list[HeldBox]:
+    """A rank's weights and two states as runs of float32, of experts that replicas divide apart; what zero spreads is a
+    part of them for each replica."""
+    experts, replica = work.at.replica % plan.ep, work.at.replica
+    found = list[HeldBox]()
+    for what, n, r in (
+        ("all", work.replicas, replica),
+        (f"experts {experts}", work.expert_replicas, replica // plan.ep),
+    ):
+        parameters = [one for unit in work.parameters(spec) for one in unit]
+        elements = sum(one.elements for one in parameters if one.spread == (what != "all"))
+        mine, everything = (elements * r // n, elements * (r + 1) // n), (0, elements)
+        spread = {0: (everything, everything), 1: (everything, mine), 3: (mine, mine)}[plan.zero if n > 1 else 0]
+        held = [("weight", spread[0]), ("exp_avg", spread[1]), ("exp_avg_sq", spread[1])]
+        name = f"stage {work.at.stage} rank {work.at.tp} {what}"
+        found += [HeldBox(f"{name} {kind}", (box,), "float32", 4) for kind, box in held if elements]
+    return found
+
+
+DENSE = "pp=1", "pp=2", "pp=3,layers=2+1+1", "tp=2", "dp=2", "dp=3", "dp=2,zero=1", "dp=2,zero=3", "dp=2,pp=2"
+EXPERTS = replace(SPEC, layers=(replace(SPEC.layers[0], moe=MoeSpec(8, 2, 512)),) * SPEC.num_layers)
+OF_EXPERTS = "dp=2,ep=2", "dp=4,ep=2", "dp=4,ep=4", "dp=2,ep=2,zero=1", "dp=4,ep=2,zero=1", "dp=4,ep=2,zero=3"
 
 
 @pytest.mark.parametrize(
-    "text", ["pp=1", "pp=2", "pp=3,layers=2+1+1", "tp=2", "dp=2", "dp=3", "dp=2,zero=1", "dp=2,zero=3", "dp=2,pp=2"]
+    ("text", "spec"), [*((text, SPEC) for text in DENSE), *((text, EXPERTS) for text in OF_EXPERTS)]
 )
-def test_copies_are_what_is_dealt(text: str) -> None:
-    plan = Plan.parse(text, SPEC.num_layers)
-    works = rank_works(SPEC, plan, FACTS)
-    held, hosts = [boxes(work, plan) for work in works], [str(rank) for rank in range(len(works))]
+def test_copies_are_what_is_dealt(text: str, spec: ModelSpec) -> None:
+    plan = Plan.parse(text, spec.num_layers)
+    works = rank_works(spec, plan, FACTS)
+    held, hosts = [boxes(work, plan, spec) for work in works], [str(rank) for rank in range(len(works))]
     dealt = place_copies(held, hosts)
     sizes = [[4 * (one.box[0][1] - one.box[0][0]) for one in copied] for copied in dealt]
     sent = [
@@ -48,10 +61,20 @@ def test_copies_are_what_is_dealt(text: str) -> None:
     want = [2 * sum(some) for some in sizes]
     for rank, count in enumerate(sent):
         want[snapshot_holder(rank, hosts)] += 2 * count
-    assert sum(snapshot_bytes(SPEC, plan, FACTS, works)) == pytest.approx(sum(want), rel=1e-3)
-    assert [replicated_bytes(SPEC, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
-    if plan.replicas == 1 or plan.zero:
-        assert snapshot_bytes(SPEC, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
+    assert sum(snapshot_bytes(spec, plan, FACTS, works)) == pytest.approx(sum(want), rel=1e-3)
+    assert [replicated_bytes(spec, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
+    if plan.replicas == 1 or (plan.zero and plan.ep == 1):
+        assert snapshot_bytes(spec, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
+
+
+@pytest.mark.parametrize("text", OF_EXPERTS)
+def test_a_save_copies_experts_that_no_other_replica_has(text: str) -> None:
+    """Each replica's were taken to be shared out among all."""
+    plan = Plan.parse(text, EXPERTS.num_layers)
+    works = rank_works(EXPERTS, plan, FACTS)
+    dealt = assign_shards([boxes(work, plan, EXPERTS) for work in works])
+    whole = sum(4 * (share.box[0][1] - share.box[0][0]) for some in dealt for share in some)
+    assert 0.999 * whole < sum(save_bytes(EXPERTS, plan, FACTS, works)) < 1.05 * whole
 
 
 def tensors(spec: ModelSpec, work: RankWork) -> list[HeldBox]:

@@ -92,6 +92,7 @@ def test_those_that_stand_for_others_take_as_long(text: str, spec: ModelSpec, ev
         assert played.time(rank) == pytest.approx(whole.time(rank), rel=1e-12, abs=1e-15)
         assert sum(played.time(rank)) == pytest.approx(played.prediction.seconds, rel=1e-9)
     assert played.ops == whole.ops
+    assert some.bytes_of_all(played.prediction) == sum(traffic.total for traffic in whole.prediction.bytes_sent)
 
 
 def test_ranks_play_the_lists_that_the_trainer_executes() -> None:

@@ -9,12 +9,14 @@ import pytest
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import SHORT_MESSAGE_BYTES, LinkSpeed, worst
 from tllm.planner.cluster.execution import TLLM, Execution
-from tllm.planner.cost.flops import forward_flops, training_flops
+from tllm.planner.cost.flops import attention_flops, forward_flops, training_flops
+from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.traffic import step_traffic
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork
 from tllm.planner.simulate.training_step import Links, StepPrediction, predict_step
-from tllm.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
+from tllm.spec.cut import cut_stage
+from tllm.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tllm.spec.pipeline_schedule import build
 from tllm.spec.plan import Plan
 
@@ -53,6 +55,16 @@ def test_one_rank_takes_its_work() -> None:
     assert alone.tokens_per_second == pytest.approx(12 * 64 / WHOLE)
 
 
+@pytest.mark.parametrize("layers", [(), (5, 6)])
+def test_beside_an_adapter_attention_has_all_of_its_gradients(layers: tuple[int, ...]) -> None:
+    """Those of weights alone are spared: half of attention's backward pass was left out with them."""
+    facts = replace(FACTS, adapter=AdapterFacts(2, ("q_proj",), layers=layers))
+    got = predict_step(SPEC, Plan.parse("pp=1", SPEC.num_layers), facts, SPEED, FREE)
+    below = layers[0] if layers else 0
+    flops = training_flops(SPEC, [64], is_frozen=True, forward_only=below)
+    assert got.compute == pytest.approx(12 * flops / SPEED, rel=1e-12)
+
+
 def test_layers_that_run_again_take_a_third_more() -> None:
     of_layers = forward_flops(SPEC, [64], 0)
     assert predict("pp=1,recompute=layer").seconds == pytest.approx(WHOLE + 12 * of_layers / SPEED)
@@ -86,10 +98,14 @@ def test_ranks_share_the_work_where_links_are_free(text: str) -> None:
 
 @pytest.mark.parametrize("order", ["gpipe", "1f1b", "zero_bubble"])
 def test_a_pipeline_is_the_schedule_that_is_played(order: str) -> None:
+    """Attention has no weights: its gradients belong to the half of a backward pass that makes those of inputs."""
     link, hop = LinkSpeed(latency=1e-3, bandwidth=1e7), 64 * 64 * 4
     half = forward_flops(SPEC, [64], 0) / 2 / SPEED
     logits = (forward_flops(SPEC, [64]) - forward_flops(SPEC, [64], 0)) / SPEED
-    works = [[StageWork(half, half, half)], [StageWork(half + logits, half + logits, half + logits)]]
+    (whole,) = cut_stage(SPEC, (1,))
+    core = SPEC.num_layers / 2 * attention_flops(SPEC, SPEC.layers[0], whole, [64]) / SPEED
+    end = half + logits
+    works = [[StageWork(half, half + core, half - core)], [StageWork(end, end + core, end - core)]]
     played = SchedulePlayer(build(order, 2, 12)).play(works, link, hop)
     got = predict(f"pp=2,schedule={order}", link)
     assert got.seconds == pytest.approx(played.total) and got.bubble == pytest.approx(played.bubble)
@@ -137,6 +153,18 @@ def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
     assert sharded.gradients == pytest.approx(0.9 * backward / 2, rel=0.01)
 
 
+@pytest.mark.parametrize(("zero", "exposed"), [(0, 0.0), (1, 0.5)])
+def test_sums_of_experts_that_replicas_divide_are_hidden_too(zero: int, exposed: float) -> None:
+    """All of them were predicted to come after the last backward pass; what nothing hides are gathered weights."""
+    spec = replace(SPEC, layers=(replace(SPEC.layers[0], moe=MoeSpec(6, 2, 32)),) * 8)
+    plan, facts = Plan.parse(f"dp=4,ep=2,zero={zero}", SPEC.num_layers), replace(FACTS, bucket_bytes=4096)
+    sent = step_traffic(spec, plan, facts)[0].edp
+    way = 1.5 * forward_flops(spec, [64]) / SPEED
+    groups = dict.fromkeys(("tp", "pp", "cp", "dp", "ep", "replica", "servers"), FREE)
+    got = predict_step(spec, plan, facts, SPEED, {**groups, "edp": LinkSpeed(bandwidth=sent / way)})
+    assert sent and exposed * way <= got.gradients < (exposed + 0.2) * way
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_stage_that_waits_for_messages_computes_nothing_meanwhile(chunks: int) -> None:
     """An op of a stage between two others sends one message and is sent one; at an end there is one of both."""
@@ -157,6 +185,33 @@ def test_sums_over_tp_are_waited_for() -> None:
     assert got.layers == pytest.approx(sent / 1e6) and got.seconds == pytest.approx(WHOLE / 2 + sent / 1e6)
     late = predict("tp=2", LinkSpeed(latency=0.01))
     assert late.layers == pytest.approx(12 * 8 * 4 * 0.01), "two sums forward and two backward, in each layer"
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("layer", 3)])
+def test_norms_over_all_heads_and_experts_beside_an_mlp_are_sums_of_their_own(recompute: str, passes: int) -> None:
+    """Those of queries and keys in each pass; the experts' rows in the forward ones."""
+    plan, link = Plan.parse(f"tp=2,recompute={recompute}", SPEC.num_layers), LinkSpeed(latency=0.01)
+    beside = MoeSpec(6, 2, 32, beside_mlp=True, style="gemma4")
+    for spec, more in (
+        (replace(SPEC, qk_norm="full"), 2 * passes),
+        (replace(SPEC, layers=(replace(SPEC.layers[0], moe=beside),) * 8), passes - 1),
+    ):
+        got = predict_step(spec, plan, FACTS, SPEED, link)
+        assert got.layers == pytest.approx(12 * 8 * (2 * passes + more) * 0.01)
+
+
+def test_layers_without_experts_send_no_tokens_to_them() -> None:
+    experts = replace(SPEC.layers[0], moe=MoeSpec(6, 2, 32))
+    some = replace(SPEC, layers=(SPEC.layers[0],) * 5 + (experts,) * 3)
+    got = predict_step(some, Plan.parse("dp=2,ep=2", 8), FACTS, SPEED, LinkSpeed(latency=0.01))
+    assert got.layers == pytest.approx(12 / 2 * 3 * 5 * 0.01), "to them and back, with counts first; and the way back"
+
+
+@pytest.mark.parametrize(("recompute", "rounds"), [("none", 3), ("selective", 4), ("layer", 4)])
+def test_a_ring_goes_round_again_where_attention_is_computed_again(recompute: str, rounds: int) -> None:
+    plan = Plan.parse(f"cp=2,recompute={recompute}", SPEC.num_layers)
+    one, two = (predict_step(SPEC, plan, FACTS, SPEED, LinkSpeed(latency=late)).layers for late in (1.0, 2.0))
+    assert two - one == pytest.approx(12 * 8 * rounds)
 
 
 def test_a_faster_rank_has_sent_its_part_of_a_sum_before() -> None:

@@ -107,7 +107,8 @@ class ConstantRate:
         again = {"none": 0.0, "selective": core, "layer": whole}[self.plan.recompute]
         end = logits_flops(spec, cut, batch.target_tokens) / self.logits if run.stop == spec.num_layers else 0
         forward = whole + end
-        return PassSeconds(forward, (BACKWARD - 1) * forward, forward, again, core, 0.0)
+        # Attention's core has no weights: all of its gradients are those of inputs.
+        return PassSeconds(forward, (BACKWARD - 1) * forward + core, forward - core, again, core, 0.0)
 
 
 def _by_steps(batch: Microbatch) -> Microbatch:

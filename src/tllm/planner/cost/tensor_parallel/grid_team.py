@@ -28,7 +28,10 @@ takes a device's `unplayed_seconds` more."""
 
 
 class GridTeam(StageTeam):
-    """Products come from blocks of weights, and sums go along rows and columns; several squares divide the tokens."""
+    """Products come from blocks of weights, and sums go along rows and columns; several squares divide the tokens.
+
+    Where tokens see those after them each square computes all.
+    """
 
     def __init__(
         self, spec: ModelSpec, cluster: Cluster, devices: Sequence[int], shape: GridShape, facts: ServingFacts
@@ -42,8 +45,8 @@ class GridTeam(StageTeam):
         link = cluster.slowest_link(self.devices, in_memory=False)  # which rows and columns do not share
         self.link = link.with_sync_overhead(link.layer_sync_overhead)
         self._held = [part_of_width(held, shape, place) for place, held in enumerate(self._held)]
-        self._squares = shape.depth if shape.mode == "2.5d" else 1
-        square = GridShape("2d", shape.side) if self._squares > 1 else shape
+        self._squares = shape.depth if shape.mode == "2.5d" and not spec.bidirectional else 1
+        square = GridShape("2d", shape.side) if shape.mode == "2.5d" else shape
         self._parts, self._sums = square.width_parts, StageSums(spec, square, square.ranks)
 
     def _own(self, batch: ExpectedBatch) -> ExpectedBatch:

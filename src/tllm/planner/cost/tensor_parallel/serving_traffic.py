@@ -10,8 +10,8 @@ both over all columns of a grid of n ranks, side q and p parts of D (q, or q q o
             2 times T over the p ranks of each column, for norms
 
 and with d squares (2.5d) each square has its T / d tokens, and sends their keys and values to the others. A batch of
-fewer tokens than squares is not divided. An all-reduce of a short message sends (n - 1) times it from each rank, which
-is why a grid sends fewer bytes than 1d for few tokens.
+fewer tokens than squares is not divided, nor one of a model whose tokens see those after them. An all-reduce of a short
+message sends (n - 1) times it from each rank, which is why a grid sends fewer bytes than 1d for few tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StageSums:
         if self.shape is None or self.shape.mode != "2.5d":
             return [tokens]
         depth = self.shape.depth
-        if tokens < depth:
+        if tokens < depth or self.spec.bidirectional:
             return [tokens] * depth
         return [tokens * (at + 1) // depth - tokens * at // depth for at in range(depth)]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.planner.cost.roofline.test_layer_time import BARE, FLAT, pass_seconds
+from tests.unit.planner.simulate.test_large_cluster import EXPERTS
 from tests.unit.planner.simulate.test_training_step import SPEC
 from tllm.planner.cluster.device import Cluster, LinkSpeed
 from tllm.planner.cluster.execution import Execution
@@ -14,6 +15,7 @@ from tllm.planner.cost.buckets import padded_elements
 from tllm.planner.cost.rank_work import TrainingFacts, rank_works
 from tllm.planner.cost.roofline.update_time import accumulation_seconds, update_seconds
 from tllm.planner.simulate.placed_plan import PlacedPlan
+from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
 SLOW = replace(FLAT, memory_bandwidth=1e9)
@@ -53,3 +55,35 @@ def test_a_step_ends_with_the_update_of_what_a_rank_holds(text: str, ranks: int)
     assert seconds(Execution(gradient_passes=8)) - seconds(Execution()) == pytest.approx(more)
     assert seconds(Execution(gradient_passes=8), 1e-9) == seconds(Execution(), 1e-9), "measured"
     assert seconds(None, 1e-9) - seconds(None) == pytest.approx(1e-9 * held / ranks)
+
+
+@pytest.mark.parametrize(("text", "of_experts"), [("dp=2,ep=2,zero=1", 1), ("dp=4,ep=2,zero=2", 2), ("dp=2,ep=2", 1)])
+def test_ranks_update_experts_by_how_many_have_the_same(text: str, of_experts: int) -> None:
+    """All of them where ep is all replicas, which ZeRO does not divide; a half was counted."""
+    facts, plan = TrainingFacts(64, 8, 2, "bfloat16"), Plan.parse(text, EXPERTS.num_layers)
+    held = [one for unit in rank_works(EXPERTS, plan, facts)[0].parameters(EXPERTS) for one in unit]
+    experts = sum(padded_elements(one) for one in held if one.spread)
+    ordinary = sum(padded_elements(one) for one in held if not one.spread)
+    updated = ordinary / (plan.replicas if plan.zero else 1) + experts / of_experts
+    assert measured_update(EXPERTS, plan, facts) == pytest.approx(1e-9 * updated)
+
+
+def test_parameter_servers_update_a_part_each() -> None:
+    facts = TrainingFacts(64, 8, 2, "bfloat16")
+    for servers in (1, 3):
+        plan = Plan.parse(f"dp=2,servers={servers}", SPEC.num_layers)
+        held = sum(padded_elements(one) for unit in rank_works(SPEC, plan, facts)[0].parameters(SPEC) for one in unit)
+        assert measured_update(SPEC, plan, facts) == pytest.approx(1e-9 * held / servers)
+
+
+def measured_update(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> float:
+    """Seconds of a step more where each device takes a nanosecond to update an element."""
+    count = plan.world_size
+    names, each = tuple(map(str, range(count))), (None,) * count
+
+    def seconds(measured: float) -> float:
+        devices = (replace(SLOW, update_seconds=measured),) * count
+        cluster = Cluster(names, devices, tuple(range(count)), each, LinkSpeed(0, 1e9))
+        return PlacedPlan(spec, plan, facts, cluster, tuple(range(count))).predict().seconds
+
+    return seconds(1e-9) - seconds(0.0)
