@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -74,6 +77,28 @@ def test_a_stream_closed_early_frees_its_place(folder: Path) -> None:
         with pytest.raises(RequestError, match="282; the context holds 256") as caught:
             engine.generate([[1] * 250], GREEDY)
         assert caught.value.hint and "hint:" not in caught.value.message
+
+
+def test_a_prompt_that_is_refused_ends_those_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.load(folder, "pp=1", ROOMY) as engine:
+        cancelled: list[str] = []
+        monkeypatch.setattr(engine, "cancel", cancelled.append)
+        with pytest.raises(RequestError, match="the context holds 256"):
+            engine.generate([[1] * 250, [1, 2, 3]], GREEDY)
+        assert len(cancelled) == 1
+
+
+def test_two_threads_may_generate_at_once(folder: Path) -> None:
+    both_have_ids = threading.Barrier(2)
+
+    class Prompt(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            both_have_ids.wait(60)
+            return super().__iter__()
+
+    with Engine.load(folder, "pp=1", ROOMY) as engine, ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: engine.generate([Prompt([1, 2, 3])], GREEDY), range(2))
+        assert one == other == engine.generate([[1, 2, 3]], GREEDY)
 
 
 def test_a_rank_that_fails_is_the_reason_that_everyone_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
