@@ -11,6 +11,10 @@ from torch import Tensor
 from tllm.core.errors import NonFiniteError
 from tllm.spec.request import TokenLogprobs
 
+LEAST_TEMPERATURE = 1e-30
+"""A lower one counts as this for log-probabilities: so logits of up to 1e8 divided by it are finite in float32, and but
+for equal ones the largest has all of the probability already."""
+
 
 def token_logprobs(
     logits_RV: Tensor, ids_R: Tensor, tops: Sequence[int | None], temperatures: Sequence[float] = ()
@@ -26,7 +30,7 @@ def token_logprobs(
     for top, rows in by_top.items():
         scores_NV, ids_N1 = take_rows(logits_RV, rows), take_rows(ids_R, rows)[:, None]
         if any(temperatures[row] != 1.0 for row in rows[: len(temperatures)]):
-            divisors = [[temperatures[row]] for row in rows]
+            divisors = [[max(temperatures[row], LEAST_TEMPERATURE)] for row in rows]
             scores_NV = scores_NV / torch.tensor(divisors, dtype=scores_NV.dtype).to(scores_NV.device)
         logprobs_NV = torch.log_softmax(scores_NV, -1)
         own_N1 = logprobs_NV.gather(1, ids_N1.clamp(max=vocab_size - 1))

@@ -136,6 +136,16 @@ def test_extreme_temperatures_choose_something_allowed(temperature: float, by_ke
         assert token == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-38])
+def test_log_probabilities_at_hardly_any_temperature_are_numbers(temperature: float) -> None:
+    logits_RV = torch.tensor([[3.0, 900.0, -900.0, -math.inf], [-1e8, -1e8, -1e9, -1e9]])
+    first, second = token_logprobs(logits_RV, torch.tensor([1, 0]), [4, 4], [temperature] * 2)[1]
+    assert first is not None and second is not None
+    assert (first.logprob, first.rank, first.top[0]) == (0.0, 1, (1, 0.0))
+    assert all(value < -1e30 for _, value in first.top[1:])
+    assert second.logprob == pytest.approx(-math.log(2)) and second.top[1] == (1, second.logprob)
+
+
 def test_greedy_takes_the_lowest_of_equals() -> None:
     assert sample_tokens(torch.tensor([[1.0, 5.0, 5.0]]), [(Sampling(), 0)]).tolist() == [1]
 
