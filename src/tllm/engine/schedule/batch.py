@@ -71,7 +71,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     `lora` is the id of the adapter that its rows are computed with, "" for none. Ranks tell what they do for a `trace`.
     """
 
-    key: Count
+    key: Annotated[int, msgspec.Meta(ge=0)]
     start: Count
     count: Count
     prompt_length: Count
