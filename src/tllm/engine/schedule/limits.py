@@ -218,6 +218,8 @@ def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits)
         yield f"weight {scheduling.weight} is not more than 0, or priority {scheduling.priority} has over 32 bits"
     if not 0 <= (scheduling.max_queue_seconds or 0) < math.inf:
         yield f"max_queue_seconds {scheduling.max_queue_seconds} is not a finite number of 0 or more"
+    if params.min_tokens > 0 and params.grammar is None and len({*stop_ids}) == limits.vocab_size:
+        yield f"min_tokens is {params.min_tokens}, and each of the {limits.vocab_size} tokens ends the reply"
     if len(stop_ids) > MAX_BANNED:
         yield f"{len(stop_ids)} stop tokens, those of the model among them, at most {MAX_BANNED}"
 

@@ -378,6 +378,7 @@ def test_the_end_token_counts_only_after_min_tokens() -> None:
         (request("x", 3, 3, stop_token_ids=(VOCAB,)), "not in the vocabulary"),
         (request("x", 3, 3, top_k=2**31), "top_k 2147483648 is not from 0 to 2147483647"),
         (request("x", 3, 3, temperature=float("inf"), seed=1), "temperature inf is not a finite number of 0 or more"),
+        (request("x", 3, 3, min_tokens=1, stop_token_ids=tuple(range(VOCAB))), "each of the 50 tokens ends the reply"),
     ],
 )
 def test_what_can_never_be_served_is_refused(asked: Request, words: str) -> None:
