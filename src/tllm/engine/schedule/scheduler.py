@@ -75,7 +75,7 @@ class Scheduler:
         limits.check()
         self.limits = limits
         self.depth = depth
-        self.grammars = GrammarCompiler(limits.vocab_size, eos_ids)
+        self.grammars = GrammarCompiler(limits.vocab_size, tuple(i for i in eos_ids if i < limits.vocab_size))
         self.pages = SequencePages(limits)
         self.running: list[Sequence] = []  # in order of arrival, which is the order of keys
         self.waiting = WaitingQueue[Sequence](clock)

@@ -387,6 +387,11 @@ def test_what_can_never_be_served_is_refused(asked: Request, words: str) -> None
     assert "HTTP" not in caught.value.hint, "commands and Python programs ask too"
 
 
+def test_an_end_token_that_the_model_has_not_keeps_no_request_from_min_tokens() -> None:
+    asked = request("a", 5, 3, ignore_eos=False, min_tokens=2)
+    assert served(Scheduler(limits(), eos_ids=(VOCAB,)), asked) == {"a": (expected(asked)[0], "length")}
+
+
 def test_too_many_stop_tokens_are_counted_with_those_of_the_model() -> None:
     asked = request("x", 3, 3, stop_token_ids=(2,) * MAX_BANNED, ignore_eos=False)
     with pytest.raises(RequestError, match=f"{MAX_BANNED + 1} stop tokens, .* at most {MAX_BANNED}"):
