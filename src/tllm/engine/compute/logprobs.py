@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tllm.core.errors import NonFiniteError
 from tllm.spec.request import TokenLogprobs
 
 LEAST_TEMPERATURE = 1e-30
@@ -21,7 +20,7 @@ def token_logprobs(
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
     """The tokens, and where a row has a number in `tops` its token's log-probability with those of so many likeliest.
 
-    They are of the model itself, or of the model at the row's temperature. NonFiniteError for a token that is none.
+    They are of the model itself, or of the model at the row's temperature, and mean nothing for a token that is none.
     """
     parts, by_top, vocab_size = [ids_R], dict[int, list[int]](), logits_RV.shape[1]
     for row, top in enumerate(tops):
@@ -37,19 +36,12 @@ def token_logprobs(
         ranks_N1 = 1 + (logprobs_NV > own_N1).sum(1, keepdim=True)
         parts += (own_N1, ranks_N1, *logprobs_NV.topk(min(top, vocab_size)))
     token_ids, *numbers = (part.tolist() for part in on_host(parts))
-    check_drawn(token_ids, vocab_size)
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     for place, rows in enumerate(by_top.values()):
         for row, (own,), (rank,), values, ids in zip(rows, *numbers[4 * place : 4 * place + 4], strict=True):
             likeliest = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
             logprobs[row] = TokenLogprobs(token_ids[row], own, tuple(likeliest), rank)
     return token_ids, logprobs
-
-
-def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:
-    """NonFiniteError where the vocabulary's size stands for a token that could not be drawn."""
-    if vocab_size in token_ids:
-        raise no_numbers()
 
 
 def most_likely(logits_RV: Tensor) -> Tensor:
@@ -66,11 +58,6 @@ def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     else:
         columns_R = logits_RV.argmax(-1)
     return columns_R, logits_RV.gather(1, columns_R[:, None])[:, 0]
-
-
-def no_numbers() -> NonFiniteError:
-    """What a rank says that finds no token in a row of logits."""
-    return NonFiniteError("the model's logits are no numbers, so that no token can be drawn", "look at its weights")
 
 
 def on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -352,7 +352,7 @@ def _result_faults(results: Results, batch: Batch, limits: Limits) -> Iterator[s
     widths = [pooled_width(pooling, limits) for pooling in pooled]
     if [len(values) for values in results.pooled] != widths:
         yield f"pooled prompts of {[len(values) for values in results.pooled]} numbers, not {widths}"
-    yield from _id_faults(results.token_ids, limits.vocab_size)
+    yield from _id_faults(results.token_ids, limits.vocab_size + 1)  # the size itself: a token could not be drawn
 
 
 def pooled_width(pooling: PoolingParams, limits: Limits) -> int:
