@@ -157,9 +157,9 @@ class FindPages(Message, frozen=True):
 
 
 class PagesFound(Message, frozen=True):
-    """For each page the boxes that files hold of it: layers [first, stop) and kv heads [first, stop)."""
+    """For each page the boxes that files hold of it: layers [first, stop), kv heads [first, stop), and which part."""
 
-    boxes: tuple[tuple[tuple[int, int, int, int], ...], ...]
+    boxes: tuple[tuple[tuple[int, int, int, int, int], ...], ...]
 
 
 class ListPages(Message, frozen=True):
@@ -183,7 +183,7 @@ class GetPage(Message, frozen=True):
 
     model: str
     name: bytes
-    box: tuple[int, int, int, int]
+    box: tuple[int, int, int, int, int]
 
 
 OfWeights = ReadBytes | HoldsChunks | LocateChunk | ChunkReceived | OpenChunkConnection | GetChunk

@@ -109,10 +109,7 @@ class WeightsError(TllmError):
 
 
 class NonFiniteError(TllmError):
-    """A loss, gradient or weight in training is infinite or no number, or so are logits to draw a token from.
-
-    The message names where it went bad.
-    """
+    """A loss, gradient or weight in training is infinite or no number. The message names where it went bad."""
 
     exit_code = 7
 

@@ -1,16 +1,16 @@
 """`Engine`: a whole model in this process, on one rank or on several as threads; submit, stream, generate.
 
 A request's way: `submit` puts it into the driver's queue and returns a `Stream`. The driver's thread (driver.py) runs
-it through the ranks' stages (stage.py) and hands new tokens to `_deliver`, which puts them into that stream. `start` is
-`submit` for who wants the tokens put elsewhere.
+it through the ranks' stages (stage.py) and hands new tokens to `_deliver`, which puts them into that stream.
 """
 
 from __future__ import annotations
 
-import itertools
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -128,12 +128,12 @@ class Engine:
         self._inbox.put(CancelRequest(request_id))
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-        """Continue several prompts together; the new ids of each. Raises RequestError if one cannot be served."""
-        free = (name for n in itertools.count() if (name := f"generate-{n}") not in self._puts)
-        requests = [Request(id=next(free), prompt_ids=tuple(prompt), params=params).seeded() for prompt in prompts]
+        """Continue several prompts together; the new ids of each. RequestError, and none goes on, if one is refused."""
+        requests = [Request(id=secrets.token_hex(), prompt_ids=tuple(p), params=params).seeded() for p in prompts]
         # Now that all have a seed, whose drawing lets other threads run, no prompt begins before the next is there.
-        streams = [self.submit(request) for request in requests]
-        return [[token for output in stream for token in output.token_ids] for stream in streams]
+        with ExitStack() as stack:
+            streams = [stack.enter_context(closing(self.submit(request))) for request in requests]
+            return [[token for output in stream for token in output.token_ids] for stream in streams]
 
     def stats(self) -> dict[str, float]:
         """The driver's numbers."""

@@ -102,6 +102,18 @@ def test_a_draft_equal_to_the_target_is_always_right_and_a_random_one_seldom(
         assert accepted_share(engine) < 0.2
 
 
+def test_a_draft_model_whose_logits_are_no_numbers_drafts_nothing(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    with Engine.load(tmp_path, "pp=1", ROOMY) as engine:
+        truth = engine.generate(prompts(), GREEDY)
+    with drafting(tmp_path, tmp_path) as engine:
+        sampler = draft_of(engine)._sampler
+        healthy = sampler.logits
+        sampler.logits = lambda x_TD: healthy(x_TD) * torch.nan
+        assert engine.generate(prompts(), GREEDY) == truth
+        assert engine.stats()["draft_tokens"] == 0
+
+
 @pytest.mark.parametrize("layout", ["pp=1", "pp=2"])
 def test_after_preemption_and_prefix_hits_drafts_go_on(layout: str, tmp_path: Path) -> None:
     save_model("llama", tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -12,6 +15,7 @@ from tests.support.models.families import save_model
 from tllm.core.errors import ClusterError, RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
+from tllm.model.transformer import Transformer
 from tllm.spec.request import Output, Request, SamplingParams, TokenLogprobs
 
 LENGTHS = (5, 17, 40, 33)
@@ -74,6 +78,48 @@ def test_a_stream_closed_early_frees_its_place(folder: Path) -> None:
         with pytest.raises(RequestError, match="282; the context holds 256") as caught:
             engine.generate([[1] * 250], GREEDY)
         assert caught.value.hint and "hint:" not in caught.value.message
+
+
+def test_a_prompt_that_is_refused_ends_those_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.load(folder, "pp=1", ROOMY) as engine:
+        cancelled: list[str] = []
+        monkeypatch.setattr(engine, "cancel", cancelled.append)
+        with pytest.raises(RequestError, match="the context holds 256"):
+            engine.generate([[1] * 250, [1, 2, 3]], GREEDY)
+        assert len(cancelled) == 1
+
+
+def test_two_threads_may_generate_at_once(folder: Path) -> None:
+    both_have_ids = threading.Barrier(2)
+
+    class Prompt(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            both_have_ids.wait(60)
+            return super().__iter__()
+
+    with Engine.load(folder, "pp=1", ROOMY) as engine, ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: engine.generate([Prompt([1, 2, 3])], GREEDY), range(2))
+        assert one == other == engine.generate([[1, 2, 3]], GREEDY)
+
+
+@pytest.mark.parametrize("plan", ["pp=1", "tp=2", "pp=2"])
+def test_a_prompt_whose_numbers_overflow_ends_alone(plan: str, folder: Path) -> None:
+    with Engine.load(folder, plan, ROOMY) as engine:
+        [want] = engine.generate([[1, 2, 3]], GREEDY)
+        bad = next(token for token in range(4, 101) if token not in want)
+
+        def overflow(embedding: torch.nn.Module, args: tuple[torch.Tensor, ...], x_TD: torch.Tensor) -> torch.Tensor:
+            return x_TD.masked_fill((args[0] == bad)[:, None], torch.inf)
+
+        for stage in engine.stages:
+            if isinstance(stage.model, Transformer) and stage.model.is_first:
+                stage.model.embed_tokens.register_forward_hook(overflow)
+        for params in (GREEDY, msgspec.structs.replace(GREEDY, temperature=0.8, seed=1, logprobs=2)):
+            beside = engine.submit(Request(id="beside", prompt_ids=(1, 2, 3), params=GREEDY))
+            with pytest.raises(RequestError, match="no finite numbers"):
+                list(engine.submit(Request(id="bad", prompt_ids=(1, 2, bad), params=params)))
+            assert [token for output in beside for token in output.token_ids] == want
+        assert engine.generate([[1, 2, 3]], GREEDY) == [want], "in its pages, too"
 
 
 def test_a_rank_that_fails_is_the_reason_that_everyone_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

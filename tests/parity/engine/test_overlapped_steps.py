@@ -9,7 +9,7 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.serving.followed_layers import overlap
-from tllm.core.errors import ClusterError
+from tllm.core.errors import RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import Output, Request, SamplingParams
@@ -96,7 +96,7 @@ def test_a_reply_that_is_cancelled_and_one_that_comes_late(tmp_path: Path) -> No
         assert engine.driver.scheduler.in_flight == 0 and not engine.driver.in_flight
 
 
-def test_logits_that_are_no_numbers_are_refused_with_a_step_under_way(tmp_path: Path) -> None:
+def test_logits_that_are_no_numbers_end_a_reply_with_a_step_under_way(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     with Engine.load(tmp_path, "pp=1", WIDE) as engine:
         engine.stages[0].graphs = None
@@ -107,6 +107,7 @@ def test_logits_that_are_no_numbers_are_refused_with_a_step_under_way(tmp_path: 
         stream = engine.submit(
             Request(id="a", prompt_ids=(5, 6), params=SamplingParams(max_tokens=20, **GREEDY))  # type: ignore[arg-type]
         )
-        with pytest.raises(ClusterError, match="no numbers"):
+        with pytest.raises(RequestError, match="no finite numbers"):
             list(stream)
         assert layers.batches == 5, "the step after it had begun"
+        assert engine.generate([[5, 6]], SamplingParams(max_tokens=2, **GREEDY))  # type: ignore[arg-type]

@@ -349,11 +349,11 @@ def _examples() -> dict[Target, list[bytes]]:
                 kind=QUESTION,
             ),
             _messages(weight_messages.FindPages("m", (bytes(32),)), weight_messages.ListPages("m"), kind=QUESTION),
-            _messages(weight_messages.GetPage("m", bytes(32), (0, 4, 0, 2)), kind=QUESTION),
+            _messages(weight_messages.GetPage("m", bytes(32), (0, 4, 0, 2, 0)), kind=QUESTION),
         ],
         to_borrower: [
             _messages(weight_messages.ChunkBytes(b"bytes"), weight_messages.ChunkBytes(b"more"), kind=ITEM),
-            _messages(weight_messages.PagesFound((((0, 4, 0, 2),), ())), kind=ANSWER),
+            _messages(weight_messages.PagesFound((((0, 4, 0, 2, 0),), ())), kind=ANSWER),
             _messages(weight_messages.PageNames((bytes(32),)), kind=ITEM),
         ],
         to_replica: [

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tllm.core.errors import NonFiniteError
 from tllm.spec.request import TokenLogprobs
+
+LEAST_TEMPERATURE = 1e-30
+"""A lower one counts as this for log-probabilities: so logits of up to 1e8 divided by it are finite in float32, and but
+for equal ones the largest has all of the probability already."""
 
 
 def token_logprobs(
@@ -17,7 +20,7 @@ def token_logprobs(
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
     """The tokens, and where a row has a number in `tops` its token's log-probability with those of so many likeliest.
 
-    They are of the model itself, or of the model at the row's temperature. NonFiniteError for a token that is none.
+    They are of the model itself, or of the model at the row's temperature, and mean nothing for a token that is none.
     """
     parts, by_top, vocab_size = [ids_R], dict[int, list[int]](), logits_RV.shape[1]
     for row, top in enumerate(tops):
@@ -26,26 +29,19 @@ def token_logprobs(
     for top, rows in by_top.items():
         scores_NV, ids_N1 = take_rows(logits_RV, rows), take_rows(ids_R, rows)[:, None]
         if any(temperatures[row] != 1.0 for row in rows[: len(temperatures)]):
-            divisors = [[temperatures[row]] for row in rows]
+            divisors = [[max(temperatures[row], LEAST_TEMPERATURE)] for row in rows]
             scores_NV = scores_NV / torch.tensor(divisors, dtype=scores_NV.dtype).to(scores_NV.device)
         logprobs_NV = torch.log_softmax(scores_NV, -1)
         own_N1 = logprobs_NV.gather(1, ids_N1.clamp(max=vocab_size - 1))
         ranks_N1 = 1 + (logprobs_NV > own_N1).sum(1, keepdim=True)
         parts += (own_N1, ranks_N1, *logprobs_NV.topk(min(top, vocab_size)))
     token_ids, *numbers = (part.tolist() for part in on_host(parts))
-    check_drawn(token_ids, vocab_size)
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
     for place, rows in enumerate(by_top.values()):
         for row, (own,), (rank,), values, ids in zip(rows, *numbers[4 * place : 4 * place + 4], strict=True):
             likeliest = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
             logprobs[row] = TokenLogprobs(token_ids[row], own, tuple(likeliest), rank)
     return token_ids, logprobs
-
-
-def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:
-    """NonFiniteError where the vocabulary's size stands for a token that could not be drawn."""
-    if vocab_size in token_ids:
-        raise no_numbers()
 
 
 def most_likely(logits_RV: Tensor) -> Tensor:
@@ -62,11 +58,6 @@ def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     else:
         columns_R = logits_RV.argmax(-1)
     return columns_R, logits_RV.gather(1, columns_R[:, None])[:, 0]
-
-
-def no_numbers() -> NonFiniteError:
-    """What a rank says that finds no token in a row of logits."""
-    return NonFiniteError("the model's logits are no numbers, so that no token can be drawn", "look at its weights")
 
 
 def on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:

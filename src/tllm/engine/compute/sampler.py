@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tllm.comm.collectives.group import Group
 from tllm.engine.compute.logits_processing import draws_of, processed
-from tllm.engine.compute.logprobs import largest, most_likely, no_numbers, take_rows, token_logprobs
+from tllm.engine.compute.logprobs import largest, most_likely, take_rows, token_logprobs
 from tllm.engine.schedule.batch import Batch, BatchEntry, Results, Sampling
 from tllm.kernels.gumbel_max import gumbel_max
 from tllm.planner.cost.cache_room import ROWS_AT_ONCE
@@ -94,8 +94,8 @@ class Sampler:
     def _argmax(self, x_RD: Tensor) -> list[int]:
         """The most likely token of each row, the lowest id where several are equal; none of them but on the leader.
 
-        Of each rank's part of the vocabulary only the best token and its logit travel. NonFiniteError where the best
-        logit is no number.
+        Of each rank's part of the vocabulary only the best token and its logit travel. The vocabulary's size stands
+        for a token whose logit is no finite number.
         """
         columns_R, values_R = largest(self.logits(x_RD))
         # Doubles hold every id exactly; what the other ranks send comes to the host.
@@ -105,10 +105,9 @@ class Sampler:
             return []
         values_PR, ids_PR = torch.stack(parts).unbind(1)
         largest_R, places_R = values_PR.max(0)  # a NaN is larger than all
-        if not largest_R.isfinite().all():
-            raise no_numbers()
-        best_R: list[int] = ids_PR.gather(0, places_R[None])[0].long().tolist()
-        return best_R
+        best_R = ids_PR.gather(0, places_R[None])[0].masked_fill(~largest_R.isfinite(), sum(self.widths))
+        token_ids: list[int] = best_R.long().tolist()
+        return token_ids
 
     def whole_logits(self, x_TD: Tensor, rows: list[int]) -> Iterator[Tensor]:
         """Logits of these rows over the whole vocabulary, piece by piece; none but on the leader."""

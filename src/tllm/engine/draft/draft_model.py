@@ -106,7 +106,9 @@ class DraftModel:
                 one = DraftingSequence(sequence, cached, self._sampling(sequence), draft)
                 drafting.append((count, one))
         for step in range(max((count for count, _ in drafting), default=0)):
-            self._step([one for count, one in drafting if count > step and len(one.draft) == step])
+            going_on = [one for count, one in drafting if count > step and len(one.draft) == step]
+            if going_on:
+                self._step(going_on)
         return drafts
 
     def release(self, key: int) -> None:
@@ -133,7 +135,8 @@ class DraftModel:
         results = self._sampler(*self._compute(entries, ids))
         assert results is not None, "a group of one leads itself"
         for one, token_id in zip(drafting, results.token_ids, strict=True):
-            one.draft.append(token_id)
+            if token_id < self._vocab_size:  # else none could be drawn, and this draft ends
+                one.draft.append(token_id)
 
     def _compute(self, entries: list[BatchEntry], token_ids: list[int]) -> tuple[Tensor, Batch]:
         batch = Batch(0, tuple(entries), tuple(token_ids))

@@ -96,14 +96,18 @@ def file_bytes(header: PageHeader) -> int:
     return START + len(msgspec.msgpack.encode(header)) + sum(piece.nbytes for piece in header.pieces)
 
 
+def held_box(header: PageHeader) -> Box:
+    """The box that a file with this header should be named by."""
+    return box_of({piece.layer: (piece.first_head, piece.stop_head) for piece in header.pieces})
+
+
 def check_file(content: bytes, model: str, page: bytes, box: Box, source: str) -> None:
     """WeightsError unless these bytes are a whole file of this box of a page of a model, every hash of it right."""
     file = io.BytesIO(content)
     header = read_header(file, len(content), source)
     if (header.identity.model, header.identity.name) != (model, page):
         raise WeightsError(f"{source} holds another page than was asked for")
-    held = box_of({piece.layer: (piece.first_head, piece.stop_head) for piece in header.pieces})
-    if held != box:
+    if (held := held_box(header)) != box:
         raise WeightsError(f"{source} holds layers and kv heads {held}, and {box} of that page were asked for")
     for piece in header.pieces:
         if hashlib.sha256(file.read(piece.nbytes)).digest() != piece.sha256:

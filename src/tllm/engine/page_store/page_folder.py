@@ -1,6 +1,6 @@
 """`PageFolder`: the files of pages in one folder, by the pages' names. No torch.
 
-    FOLDER/<model>/<first two digits of the name>/<name>.<layers>.<kv heads>
+    FOLDER/<model>/<first two digits of the name>/<name>.<layers>.<kv heads>[.<part>]
 
 A file holds some layers and kv heads of one page, as one rank had them. Ranks of several plans, processes and servers
 may share a folder: a file appears whole under its name (`os.replace`), and whoever finds it gone computes the page.
@@ -9,13 +9,14 @@ may share a folder: a file appears whole under its name (`os.replace`), and whoe
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -25,7 +26,7 @@ from tllm.spec.cut import Range
 
 log = logging.getLogger("tllm.engine")
 
-FILE = re.compile(r"([0-9a-f]{64})\.(\d{1,6})-(\d{1,6})\.(\d{1,6})-(\d{1,6})")
+FILE = re.compile(r"([0-9a-f]{64})\.(\d{1,6})-(\d{1,6})\.(\d{1,6})-(\d{1,6})(?:\.(\d{1,10}))?")
 FULL_SECONDS = 60.0
 """A disk that took no more is tried again after so long."""
 
@@ -40,15 +41,25 @@ SCANS = 32
 
 
 class Box(NamedTuple):
-    """Layers [first, stop) and kv heads [first_head, stop_head) that a file holds of a page."""
+    """Layers [first, stop) and kv heads [first_head, stop_head) that a file holds of a page.
+
+    Where it holds some of them alone, `part` is a number that tells these from others: layers may have unlike numbers
+    of kv heads, and a rank a layer that lies apart. It is 0 where it holds all.
+    """
 
     first: int
     stop: int
     first_head: int
     stop_head: int
+    part: int = 0
 
     def __str__(self) -> str:
-        return f"{self.first}-{self.stop}.{self.first_head}-{self.stop_head}"
+        name = f"{self.first}-{self.stop}.{self.first_head}-{self.stop_head}"
+        return f"{name}.{self.part}" if self.part else name
+
+    def has(self, layer: int, head: int) -> bool:
+        """Whether a kv head of a layer is in it; its file may lack that if it is a part."""
+        return self.first <= layer < self.stop and self.first_head <= head < self.stop_head
 
 
 def box_of(heads: Mapping[int, Range]) -> Box:
@@ -56,14 +67,25 @@ def box_of(heads: Mapping[int, Range]) -> Box:
     if not heads:
         return Box(0, 0, 0, 0)
     firsts, stops = zip(*heads.values(), strict=True)
-    return Box(min(heads), max(heads) + 1, min(firsts), max(stops))
+    box = Box(min(heads), max(heads) + 1, min(firsts), max(stops))
+    if len(heads) == box.stop - box.first and {*firsts} == {box.first_head} and {*stops} == {box.stop_head}:
+        return box
+    digest = hashlib.sha256(repr(sorted(heads.items())).encode()).digest()
+    return box._replace(part=int.from_bytes(digest[:4], "little") >> 1 | 1)
 
 
-def covers(boxes: Iterable[Box], wanted: Box) -> bool:
-    """Whether these boxes together hold each kv head of each layer that another one has."""
-    missing = {(layer, head) for layer in range(*wanted[:2]) for head in range(*wanted[2:])}
+def covers(boxes: Collection[Box], wanted: Box) -> bool:
+    """Whether files of these boxes are sure to hold each kv head of each layer that one of another box has."""
+    if wanted in boxes:
+        return True
+    missing = {
+        (layer, head)
+        for layer in range(wanted.first, wanted.stop)
+        for head in range(wanted.first_head, wanted.stop_head)
+    }
     for box in boxes:
-        missing = {one for one in missing if one[0] not in range(*box[:2]) or one[1] not in range(*box[2:])}
+        if not box.part:
+            missing = {one for one in missing if not box.has(*one)}
     return not missing
 
 
@@ -206,7 +228,7 @@ class PageFolder:
         for _, _, path in found:
             if path.startswith(own) and (parts := FILE.fullmatch(path.rpartition(os.sep)[2])) is not None:
                 name = bytes.fromhex(parts[1])
-                known[name] = (*known.get(name, ()), Box(*map(int, parts.groups()[1:])))
+                known[name] = (*known.get(name, ()), Box(*map(int, parts.groups("0")[1:])))
         self._boxes, self._used, self._since_scan = known, used, 0
 
     def stats(self) -> dict[str, float]:

@@ -25,6 +25,7 @@ from tllm.engine.page_store.page_file import (
     PageHeader,
     PageIdentity,
     file_bytes,
+    held_box,
     identity_of,
     piece_of,
     read_header,
@@ -168,7 +169,7 @@ class RankPages:
     def _is_written(self, name: bytes) -> bool:
         """Whether files have this rank's part of a page, its own or others'."""
         boxes = self.folder.boxes(name)
-        return self._box in boxes or (bool(boxes) and covers(boxes, self._box))
+        return bool(boxes) and covers(boxes, self._box)
 
     def _read(self, chain: PageChain) -> Fetched:
         if self.others is not None:
@@ -185,7 +186,7 @@ class RankPages:
         missing = {(number, head) for number, one in self._layers.items() for head in range(*one.heads)}
         boxes = sorted(self.folder.boxes(name), key=lambda box: box != self._box)
         for box in boxes:
-            wanted = {number for number, head in missing if number in range(*box[:2]) and head in range(*box[2:])}
+            wanted = {number for number, head in missing if box.has(number, head)}
             if not wanted:
                 continue
             for piece, content in self._read_file(name, box, identity, wanted):
@@ -200,17 +201,19 @@ class RankPages:
         """Pieces of these layers in a file that is whole and of just this page; of any other file, none."""
         path = self.folder.path(name, box)
         try:
-            return self._read_pieces(path, identity, wanted)
+            return self._read_pieces(path, identity, box, wanted)
         except OSError:  # another process may have made room
             self.folder.remove(name, box)
         except WeightsError as error:
             self.folder.remove(name, box, error.message)
         return []
 
-    def _read_pieces(self, path: Path, identity: PageIdentity, wanted: set[int]) -> list[tuple[LayerPiece, bytes]]:
+    def _read_pieces(
+        self, path: Path, identity: PageIdentity, box: Box, wanted: set[int]
+    ) -> list[tuple[LayerPiece, bytes]]:
         with path.open("rb") as file:
             header = read_header(file, os.fstat(file.fileno()).st_size, str(path))
-            if header.identity != identity:
+            if header.identity != identity or held_box(header) != box:
                 raise WeightsError(f"{path} holds another page than its name says")
             of_layer = {piece.layer: piece for piece in header.pieces if piece.layer in wanted}
             for number, piece in of_layer.items():

@@ -131,6 +131,14 @@ class PagePool:
                     self._free(page, page + 1)
         self._cached.add(cached)
 
+    def forget(self, page: int) -> None:
+        """Let nobody find what a page holds that `index` knows."""
+        assert self._index is not None
+        if page in self._cached:
+            self._evict([page])
+        else:
+            self._index.forget(page)
+
     def check(self) -> None:
         """Assert that every page is free, cached or held, that owners are counted, and that gaps are in order."""
         seen = [0] * self.num_pages

@@ -71,7 +71,7 @@ class BatchEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     `lora` is the id of the adapter that its rows are computed with, "" for none. Ranks tell what they do for a `trace`.
     """
 
-    key: Count
+    key: Annotated[int, msgspec.Meta(ge=0)]
     start: Count
     count: Count
     prompt_length: Count
@@ -119,6 +119,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch", forbid_unknown_fields=True
 class Results(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="results", forbid_unknown_fields=True):
     """What the last stage sends to the first: `num_sampled` tokens of each entry, in the order of the entries.
 
+    The vocabulary's size stands for a token that could not be drawn, as logits were no finite numbers.
     `logprobs` is parallel to `token_ids`, or empty where no entry asked. `prompt_logprobs` holds a tuple for each entry
     with targets, in order, and `pooled` one for each with pooling: of "mean" the sum of its rows, as pairs of numbers
     whose sum that is, first all first ones, then all second ones.

@@ -218,6 +218,8 @@ def _request_faults(request: Request, stop_ids: tuple[int, ...], limits: Limits)
         yield f"weight {scheduling.weight} is not more than 0, or priority {scheduling.priority} has over 32 bits"
     if not 0 <= (scheduling.max_queue_seconds or 0) < math.inf:
         yield f"max_queue_seconds {scheduling.max_queue_seconds} is not a finite number of 0 or more"
+    if params.min_tokens > 0 and params.grammar is None and len({*stop_ids}) == limits.vocab_size:
+        yield f"min_tokens is {params.min_tokens}, and each of the {limits.vocab_size} tokens ends the reply"
     if len(stop_ids) > MAX_BANNED:
         yield f"{len(stop_ids)} stop tokens, those of the model among them, at most {MAX_BANNED}"
 
@@ -350,7 +352,7 @@ def _result_faults(results: Results, batch: Batch, limits: Limits) -> Iterator[s
     widths = [pooled_width(pooling, limits) for pooling in pooled]
     if [len(values) for values in results.pooled] != widths:
         yield f"pooled prompts of {[len(values) for values in results.pooled]} numbers, not {widths}"
-    yield from _id_faults(results.token_ids, limits.vocab_size)
+    yield from _id_faults(results.token_ids, limits.vocab_size + 1)  # the size itself: a token could not be drawn
 
 
 def pooled_width(pooling: PoolingParams, limits: Limits) -> int:

@@ -50,7 +50,9 @@ class ModelDrafting:
         return best
 
     def prepare(self, sequences: Sequence[DraftedSequence]) -> None:
-        """Let the draft model catch up with these sequences, unless it was found not to pay."""
+        """Let the draft model catch up with those of these sequences that may have drafts, unless it was found not to
+        pay. A prompt that is pooled, or gets a single token, never has any."""
+        sequences = [one for one in sequences if one.max_draft_tokens > 0]
         if sequences and (self.phases.is_drafting or self.phases.pays):
             began = time.perf_counter()
             self.proposer.prepare(sequences)

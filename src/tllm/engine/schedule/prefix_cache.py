@@ -103,6 +103,10 @@ class PrefixCache:
                 self._pages[name] = page
                 self._contents[page] = (name, content)
 
+    def known_pages(self, sequence: Sequence) -> list[int]:
+        """Those of its full pages that can be found, whoever has computed them."""
+        return [page for name in sequence.prefix.names if (page := self._pages.get(name)) is not None]
+
     def content(self, page: int) -> tuple[bytes, PageContent]:
         """The name of a page that can be found, and what it holds."""
         return self._contents[page]

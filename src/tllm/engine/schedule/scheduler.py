@@ -75,7 +75,7 @@ class Scheduler:
         limits.check()
         self.limits = limits
         self.depth = depth
-        self.grammars = GrammarCompiler(limits.vocab_size, eos_ids)
+        self.grammars = GrammarCompiler(limits.vocab_size, tuple(i for i in eos_ids if i < limits.vocab_size))
         self.pages = SequencePages(limits)
         self.running: list[Sequence] = []  # in order of arrival, which is the order of keys
         self.waiting = WaitingQueue[Sequence](clock)
@@ -281,7 +281,7 @@ class Scheduler:
         reason: FinishReason | None = None
         before = sequence.num_output
         for token_id in accepted:
-            reason = sequence.append(token_id)
+            reason = sequence.fail() if token_id == self.limits.vocab_size else sequence.append(token_id)
             if reason is not None:
                 self._remove(sequence)
                 break
@@ -294,7 +294,7 @@ class Scheduler:
             prompt_logprobs=prompt,
             cached_tokens=0 if before else sequence.prefix.found or 0,
             finish_reason=reason,
-            error=sequence.grammar.fault if sequence.grammar is not None and reason == "error" else "",
+            error=sequence.fault if reason == "error" else "",
         )
 
     def _end_pooled(self, sequence: Sequence, values: tuple[float, ...]) -> Output:

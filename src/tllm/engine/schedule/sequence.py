@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from tllm.core.errors import RequestError
 from tllm.engine.pages.page_table import Run
 from tllm.engine.schedule.batch import PLAIN_GREEDY, BatchEntry, Sampling
 from tllm.engine.schedule.grammar_state import GrammarState
 from tllm.engine.schedule.prompt_values import PromptValues
 from tllm.spec.request import FinishReason, Request
+
+NO_NUMBERS = RequestError(
+    "the model's logits after this text are no finite numbers, so that no token can be drawn",
+    "serve it in a wider dtype, bfloat16 or float32; if every prompt ends so, look at its weights",
+)
 
 
 class SequenceState(Enum):
@@ -26,7 +32,8 @@ class PrefixRecord:
 
     `names` are those of its full pages, as far as they were needed. Others can find its first `num_added` pages.
     `found` is how many of its tokens were found when it first began, None before that; `from_disk` of them were read
-    from disk. `is_sought`: what disk has of it was sought, since it came or last ran.
+    from disk. `is_sought`: what disk has of it was sought, since it came or last ran. `is_doubtful`: its pages may hold
+    what are no numbers.
     """
 
     names: list[bytes]
@@ -34,6 +41,7 @@ class PrefixRecord:
     found: int | None = None
     from_disk: int = 0
     is_sought: bool = False
+    is_doubtful: bool = False
 
 
 class Sequence:
@@ -88,6 +96,11 @@ class Sequence:
         left = self.request.params.max_tokens - self.num_output - 1
         before_min = self.request.params.min_tokens - self.num_output - 1
         return min(left, before_min) if before_min >= 0 else left
+
+    @property
+    def fault(self) -> str:
+        """Why it ends with an error: something went wrong in its grammar, or else there is no token to go on with."""
+        return (self.grammar.fault if self.grammar is not None else "") or str(NO_NUMBERS)
 
     def sampling(self) -> Sampling:
         """How its next token is sampled."""
@@ -157,6 +170,11 @@ class Sequence:
         if token_id in self.stop_ids and count > params.min_tokens:
             return "stop"
         return "length" if count >= params.max_tokens else None
+
+    def fail(self) -> FinishReason:
+        """There is no token to go on with: it ends, and what it has computed is not to be trusted."""
+        self.prefix.is_doubtful = True
+        return "error"
 
     @property
     def num_sound_tokens(self) -> int:

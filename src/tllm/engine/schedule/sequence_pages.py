@@ -35,6 +35,7 @@ class SequencePages:
 
     def drop(self, sequence: Sequence) -> None:
         """A waiting sequence has gone."""
+        self._forget_if_doubtful(sequence)
         if self.stored is not None:
             self.stored.drop(sequence)
 
@@ -75,11 +76,18 @@ class SequencePages:
     def release(self, sequence: Sequence) -> None:
         """It runs no longer. Full pages can be found as long as nobody else needs the room."""
         self.add_full(sequence)
+        self._forget_if_doubtful(sequence)
         if self.stored is not None:
             self.stored.release(sequence, self.table(sequence))
         self.pool.release(sequence.key)
         if self.has_states:
             self.state_slots.append(sequence.state_slot)
+
+    def _forget_if_doubtful(self, sequence: Sequence) -> None:
+        """Let nobody find pages after which there was no token: a fault of this machine's may have passed."""
+        if sequence.prefix.is_doubtful and self.prefix_cache is not None:
+            for page in self.prefix_cache.known_pages(sequence):
+                self.pool.forget(page)
 
     def stats(self) -> dict[str, float]:
         """Numbers of this moment, and totals since the start, under the names that metrics have."""

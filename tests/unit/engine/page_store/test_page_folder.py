@@ -16,7 +16,7 @@ import pytest
 from tllm.core.disk import STALE_SECONDS
 from tllm.core.errors import ConfigError
 from tllm.engine.page_store import page_folder as page_folder_module
-from tllm.engine.page_store.page_folder import FULL_SECONDS, Box, PageFolder, covers
+from tllm.engine.page_store.page_folder import FULL_SECONDS, Box, PageFolder, box_of, covers
 
 BOX = Box(0, 4, 0, 2)
 NAMES = [bytes([n]) * 32 for n in range(20)]
@@ -32,10 +32,10 @@ def put(pages: PageFolder, name: bytes, nbytes: int = 100, box: Box = BOX) -> bo
 
 def test_a_folder_is_found_again(tmp_path: Path) -> None:
     first = folder(tmp_path)
-    assert put(first, NAMES[0]) and put(first, NAMES[0], box=Box(4, 8, 0, 2)) and put(first, NAMES[1])
+    assert put(first, NAMES[0]) and put(first, NAMES[0], box=Box(4, 8, 0, 2, 7)) and put(first, NAMES[1])
     again = folder(tmp_path)
     assert NAMES[0] in again and NAMES[2] not in again
-    assert sorted(again.boxes(NAMES[0])) == [BOX, Box(4, 8, 0, 2)]
+    assert sorted(again.boxes(NAMES[0])) == [BOX, Box(4, 8, 0, 2, 7)]
     assert again.path(NAMES[1], BOX).read_bytes() == bytes(100)
     assert (first.bytes_written, again.stats()["page_store_bytes"]) == (300, 300)
     assert NAMES[0] not in folder(tmp_path, model="other"), "another model's pages are not its own"
@@ -191,6 +191,10 @@ def test_two_servers_on_one_folder_write_the_same_page(tmp_path: Path) -> None:
 
 def test_covering() -> None:
     wanted = Box(2, 4, 1, 3)
+    assert box_of({3: (1, 3), 2: (1, 3)}) == wanted
+    parts = [box_of(held) for held in ({2: (1, 3), 3: (1, 2)}, {2: (1, 2), 3: (1, 3)}, {2: (1, 3), 3: (2, 3)})]
+    assert {box[:4] for box in parts} == {wanted[:4]} and len({*parts}) == 3 and not covers(parts, wanted)
+    assert covers(parts, parts[2]) and covers([wanted], parts[0])
     assert covers([Box(0, 8, 0, 4)], wanted)
     assert covers([Box(0, 3, 0, 4), Box(3, 4, 0, 2), Box(3, 8, 2, 3)], wanted)
     assert not covers([Box(0, 3, 0, 4), Box(3, 4, 0, 2)], wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -123,6 +124,37 @@ def test_layers_that_have_other_numbers_of_heads_are_found_by_any_other_cut(tmp_
             for layer in mine:
                 for came, sent in zip(mine[layer].tensors, whole[layer].tensors, strict=True):
                     assert torch.equal(came[:, 3 * PAGE : 4 * PAGE], sent[:, PAGE : 2 * PAGE])
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ([((2, 4), (0, 1))], ((0, 4), (0, 1))),
+        ([((2, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2))], ((0, 8), (0, 2))),
+    ],
+    ids=["one file of this name", "files that seem to hold it together"],
+)
+def test_a_page_that_only_seems_whole_is_saved_again(
+    files: list[tuple[tuple[int, int], tuple[int, int]]],
+    wanted: tuple[tuple[int, int], tuple[int, int]],
+    tmp_path: Path,
+) -> None:
+    """Eight heads and two, of four ranks. A file's box is the least that has both layers' heads."""
+    chain, cache = chain_of(), {layer: tuple(torch.cat([x] * 2) for x in of) for layer, of in truth(1).items()}
+
+    def held(*heads: tuple[int, int]) -> dict[int, HeldLayer]:
+        return {layer: part_of(cache, range(layer, layer + 1), of)[layer] for layer, of in enumerate(heads)}
+
+    for heads in files:
+        with rank(tmp_path, held(*heads)) as pages:
+            pages.save(SavePages(chain, ((1, 2), (5, 1))))
+    with rank(tmp_path, held(*wanted)) as pages:
+        assert taken(pages, chain) == 0 and not any(map(pages.keeps, chain.names))
+        pages.save(SavePages(chain, ((1, 2), (5, 1))))
+        wait(pages._writes.under_way(), 60)
+        assert taken(pages, chain) == 3
+    with rank(tmp_path, held(*files[0])) as pages:
+        assert taken(pages, chain) == 3, "those of the other cut are there as well"
 
 
 def test_a_page_of_which_a_head_is_missing_ends_what_is_taken(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def test_there_and_back(message: Batch | RingHeartbeat | StopRing | Results) -> 
     assert decode(encode(message)) == message
 
 
+def test_sequences_are_numbered_for_as_long_as_an_engine_runs() -> None:
+    late = with_entry(key=2**31)
+    assert decode(encode(late)) == late
+
+
 def test_a_decode_of_eight_is_small() -> None:
     entries = tuple(BatchEntry(i, 500, 1, 100, ((40 * i, 32),), PLAIN_GREEDY) for i in range(8))
     assert len(encode(Batch(1, entries, (5,) * 8))) < 8 * 80

@@ -133,6 +133,14 @@ def test_phases_with_other_numbers_of_sequences_are_not_compared_and_pauses_are_
     assert count.seconds == 19.0 and count.tokens == 21
 
 
+def test_no_prompt_is_computed_that_gets_no_drafts() -> None:
+    oracle, one_token = Oracle(), Sequence(7, request("one", [1, 2, 3], 1))
+    ModelDrafting(oracle).prepare([one_token])
+    assert not oracle.held
+    ModelDrafting(oracle).prepare([one_token, sequence(2)])
+    assert oracle.held == {2}
+
+
 def test_a_long_match_is_looked_up_and_the_model_is_not_asked() -> None:
     model = Oracle()
     speculation = Speculation(4, model)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.properties import examples
-from tests.unit.engine.kits import VOCAB, FakeRing, continuation, expected, limits, repeating, request
+from tests.unit.engine.kits import VOCAB, FakeRing, FreeRows, continuation, expected, limits, repeating, request
 from tllm.core.errors import ConfigError, RequestError
 from tllm.engine.schedule.limits import MAX_BANNED
 from tllm.engine.schedule.scheduler import SMALLEST_CHUNK, Scheduler
@@ -263,6 +263,40 @@ def test_drafts_that_are_right_save_turns() -> None:
     assert 0 < stats["accepted_tokens"] < stats["draft_tokens"], "every fifth place is not foretold"
 
 
+@pytest.mark.parametrize("drafted", [0, 4])
+def test_a_token_that_could_not_be_drawn_ends_its_sequence_alone(drafted: int) -> None:
+    def overflowing(token_ids: list[int]) -> int:
+        return VOCAB if len(token_ids) == 10 and token_ids[0] == 1 else repeating(token_ids)
+
+    scheduler = Scheduler(limits(num_speculative_tokens=drafted))
+    if scheduler.speculation is not None:
+        scheduler.speculation.cost = FreeRows()
+    ring, asked, beside = FakeRing(scheduler, overflowing), request("a", 5, 9), request("b", [2, 3, 4], 9)
+    scheduler.add(asked)
+    scheduler.add(beside)
+    outputs = ring.run()
+    assert gathered(outputs) == {
+        "a": (expected(asked, model=repeating)[0][:5], "error"),
+        "b": expected(beside, model=repeating),
+    }
+    assert {"no finite numbers" in output.error for output in outputs if output.finish_reason == "error"} == {True}
+    scheduler.pages.pool.check()
+
+
+def test_pages_after_which_no_token_could_be_drawn_are_computed_anew() -> None:
+    scheduler, first = Scheduler(limits()), iter([VOCAB])
+    ring = FakeRing(scheduler, lambda token_ids: next(first, continuation(token_ids)))
+    for name, found in (("a", 0), ("b", 0), ("c", 8)):
+        asked = request(name, 10, 3)
+        scheduler.add(asked)
+        outputs = ring.run()
+        assert gathered(outputs) == {name: ([], "error") if name == "a" else expected(asked)}
+        assert outputs[0].cached_tokens == found
+        scheduler.pages.pool.check()
+    assert scheduler.pages.prefix_cache is not None
+    scheduler.pages.prefix_cache.check()
+
+
 def test_for_drafts_nobody_is_set_back() -> None:
     scheduler = Scheduler(limits(num_pages=8, num_speculative_tokens=8, max_num_batched_tokens=32))
     asked = [request(f"r{i}", [1, 2, 3] * 2, 6) for i in range(2)]  # 11 tokens at the most, three pages each
@@ -378,12 +412,18 @@ def test_the_end_token_counts_only_after_min_tokens() -> None:
         (request("x", 3, 3, stop_token_ids=(VOCAB,)), "not in the vocabulary"),
         (request("x", 3, 3, top_k=2**31), "top_k 2147483648 is not from 0 to 2147483647"),
         (request("x", 3, 3, temperature=float("inf"), seed=1), "temperature inf is not a finite number of 0 or more"),
+        (request("x", 3, 3, min_tokens=1, stop_token_ids=tuple(range(VOCAB))), "each of the 50 tokens ends the reply"),
     ],
 )
 def test_what_can_never_be_served_is_refused(asked: Request, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         Scheduler(limits()).add(asked)
     assert "HTTP" not in caught.value.hint, "commands and Python programs ask too"
+
+
+def test_an_end_token_that_the_model_has_not_keeps_no_request_from_min_tokens() -> None:
+    asked = request("a", 5, 3, ignore_eos=False, min_tokens=2)
+    assert served(Scheduler(limits(), eos_ids=(VOCAB,)), asked) == {"a": (expected(asked)[0], "length")}
 
 
 def test_too_many_stop_tokens_are_counted_with_those_of_the_model() -> None:
