@@ -19,7 +19,7 @@ from tllm.cli.main import main
 from tllm.cli.planning.outcome import conclude_serving
 from tllm.cli.planning.plan_chooser import ServingChooser
 from tllm.engine.engine import Engine
-from tllm.planner.cost.cache_room import RUNTIME_BYTES
+from tllm.planner.cost.cache_room import RUNTIME_BYTES, batch_tokens, context_of, working_bytes
 from tllm.planner.cost.rank_bytes import rank_bytes
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.planner.measured.outcome import ServingOutcome, TrainingOutcome
@@ -76,8 +76,15 @@ def test_a_server_takes_the_best_plan_and_says_what_came_of_it(
     outcome = msgspec.json.decode((tmp_path / "kept" / "prediction.json").read_bytes(), type=ServingOutcome)
     assert (outcome.requests, outcome.prompt, outcome.reply, outcome.concurrency) == (2, 5, 12, 1)
     ranks = rank_bytes(spec, Plan.parse(outcome.plan, spec.num_layers), "float32")
-    held = RUNTIME_BYTES + max(rank.weights + rank.kv_per_token * chooser.cache_tokens for rank in ranks)
-    assert outcome.predicted.memory is not None and 0 < outcome.predicted.memory - held < 2**20
+    longest = context_of(spec, None)
+    tokens = min(batch_tokens(spec, longest), longest * options.max_num_seqs)
+    held = RUNTIME_BYTES + max(
+        rank.weights
+        + rank.kv_per_token * chooser.cache_tokens
+        + working_bytes(spec, rank, "float32", tokens, options.max_num_seqs)
+        for rank in ranks
+    )
+    assert outcome.predicted.memory == held, "with what the engine computes with for all of its sequences"
     survey = read_survey(tmp_path / "kept" / "survey.json")
     assert survey is not None and [node.node for node in survey.nodes] == ["local-0", "local-1"]
 
