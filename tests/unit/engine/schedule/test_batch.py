@@ -147,14 +147,15 @@ def test_too_many_tokens_are_refused() -> None:
     [
         (Results(number=4, token_ids=(1, 2)), "batch 5 was next"),
         (Results(number=5, token_ids=(1,)), "1 tokens"),
-        (Results(number=5, token_ids=(1, 50), prompt_logprobs=((TokenLogprobs(1, -1.0),) * 2,)), "token 50"),
+        (Results(number=5, token_ids=(1, 51), prompt_logprobs=((TokenLogprobs(1, -1.0),) * 2,)), "token 51"),
         (Results(number=5, token_ids=(1, 2), logprobs=(None,)), "1 log-probabilities"),
         (Results(number=5, token_ids=(1, 2)), r"\[\] tokens, not \[2\]"),
     ],
 )
 def test_results_of_another_batch_are_refused(results: Results, words: str) -> None:
     scores = ((TokenLogprobs(1, -1.0), TokenLogprobs(2, -1.0)),)
-    check_results(Results(number=5, token_ids=(1, 2), prompt_logprobs=scores), BATCH, limits())
+    for second in (2, 50):  # the vocabulary's size: no token could be drawn
+        check_results(Results(number=5, token_ids=(1, second), prompt_logprobs=scores), BATCH, limits())
     with pytest.raises(FrameError, match=words):
         check_results(results, BATCH, limits())
 
