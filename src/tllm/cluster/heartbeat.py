@@ -11,6 +11,7 @@ from collections import Counter
 from tllm.cluster.state import ClusterState, Member, NodeLost
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import server_ranks
 
 BEAT_SECONDS = 0.5
 """The time from one heartbeat to the next."""
@@ -144,7 +145,7 @@ def describe_rank(plan: Plan, rank: int) -> str:
     """A rank in words, with its layers."""
     if rank >= plan.world_size:
         return "no rank"
-    if rank >= plan.replicas * plan.replica_size:
+    if rank in server_ranks(plan):
         return f"rank {rank}, a server"
     runs = plan.runs[plan.coordinates(rank).stage :: plan.pp]
     layers = " and ".join(f"[{run.start}, {run.stop})" for run in runs)

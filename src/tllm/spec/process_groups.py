@@ -15,8 +15,13 @@ RoleName = Literal["teacher", "rollout", "reward"]
 
 
 def computing(plan: Plan) -> range:
-    """The ranks of the replicas; servers come after them."""
+    """The ranks of the replicas."""
     return range(plan.replicas * plan.replica_size)
+
+
+def server_ranks(plan: Plan) -> range:
+    """The ranks of the parameter servers, which come after those of the replicas."""
+    return range(computing(plan).stop, plan.world_size)
 
 
 def members(plan: Plan, rank: int) -> dict[str, list[int]]:

@@ -8,6 +8,7 @@ from tllm.cluster.state import ClusterState, Member
 from tllm.node.roles.compressed_ring import NARROW_ERROR
 from tllm.node.sources.node_source import Invitation
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import computing, server_ranks
 
 REFUSED = ("refused_links", "refused_frames")
 """What a node counts: links that nobody expected, and frames on a link that were not what the plan says."""
@@ -79,7 +80,7 @@ def _node(member: Member, plan: Plan | None) -> dict[str, Any]:
 
 
 def _place(member: Member, plan: Plan | None) -> dict[str, Any]:
-    if member.rank is None or plan is None or _is_beyond_layers(member.rank, plan):
+    if member.rank is None or plan is None or member.rank not in computing(plan):
         return {"rank": None, "stage": None, "tp_rank": None, "layers": None, "share": None}
     stage, tp_rank = plan.place(member.rank)
     held = plan.stages[stage]
@@ -92,12 +93,6 @@ def _place(member: Member, plan: Plan | None) -> dict[str, Any]:
     }
 
 
-def _is_beyond_layers(rank: int, plan: Plan) -> bool:
-    """Whether a rank computes no layers: that of a parameter server, or of a node that only lends its memory."""
-    return rank >= plan.replicas * plan.replica_size
-
-
 def _role_in(plan: Plan | None, rank: int | None) -> str:
     """What a rank without layers does that others wait for."""
-    is_server = plan is not None and rank is not None and _is_beyond_layers(rank, plan) and rank < plan.world_size
-    return "server" if is_server else ""
+    return "server" if plan is not None and rank in server_ranks(plan) else ""

@@ -40,6 +40,7 @@ from tllm.planner.memory.snapshots import save_bytes, snapshot_bytes
 from tllm.spec.hf_config import rounded
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import server_ranks
 
 
 @dataclass(frozen=True)
@@ -268,16 +269,15 @@ def _recompute_holes(spec: ModelSpec, plan: Plan, work: RankWork) -> int:
 
 def _servers(spec: ModelSpec, plan: Plan, facts: TrainingFacts, replica: RankWork) -> list[RankMemory]:
     """Parameter servers hold ranges of weights and states, and every replica's gradients of these while they arrive."""
-    first = plan.replicas * plan.replica_size
     whole = sum(padded_elements(parameter) for unit in replica.parameters(spec) for parameter in unit)
     b, w = facts.item_bytes, facts.full_precision_bytes
     servers = list[RankMemory]()
-    for index in range(plan.servers):
+    for index, rank in enumerate(server_ranks(plan)):
         mine = whole * (index + 1) // plan.servers - whole * index // plan.servers
         weights, optimizer, wide_weights = mine * b, mine * w * facts.states, mine * w * (b < w)
         servers.append(
             RankMemory(
-                rank=first + index,
+                rank=rank,
                 weights=weights,
                 gradients=mine * w * plan.replicas,
                 optimizer=optimizer,

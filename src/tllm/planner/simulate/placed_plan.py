@@ -32,7 +32,7 @@ from tllm.planner.simulate.training_step import ReplicaStep, StepPrediction, Ste
 from tllm.spec.cut import cut_stage, size, stage_cuts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
-from tllm.spec.process_groups import SERVERS, neighbours, targets
+from tllm.spec.process_groups import SERVERS, neighbours, server_ranks, targets
 from tllm.spec.process_groups import group as group_of
 
 
@@ -199,8 +199,8 @@ class PlacedPlan:
         """Seconds of the optimizer, of the rank's own weights or of the part that each parameter server has."""
         plan, parameters = self.plan, [one for unit in work.learned(self.spec) for one in unit]
         if plan.servers:
-            servers = range(plan.replicas * plan.replica_size, plan.world_size)
-            return max(map(self._update_of_one, servers)) * sum(map(padded_elements, parameters)) / plan.servers
+            slowest = max(map(self._update_of_one, server_ranks(plan)))
+            return slowest * sum(map(padded_elements, parameters)) / plan.servers
         elements = sum(range_elements(one, work) if plan.zero else padded_elements(one) for one in parameters)
         return self._update_of_one(work.rank) * elements
 
@@ -244,8 +244,7 @@ class PlacedLinks:
         plan = self.placed.plan
         key = (group, *SAME[group](plan.coordinates(rank), plan.ep))
         if key not in self.known:
-            servers = range(plan.replicas * plan.replica_size, plan.world_size)
-            ranks = [rank, *servers] if group == SERVERS else group_of(plan, rank, group)
+            ranks = [rank, *server_ranks(plan)] if group == SERVERS else group_of(plan, rank, group)
             self.known[key] = self._link(group, [self.placed.devices[member] for member in ranks])
         return self.known[key]
 
