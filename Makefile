@@ -37,8 +37,8 @@ test-apart: $(VENV)/.dev
 	@$(MAKE) --no-print-directory --jobs 2 test-processes test-beside
 
 # What tests with processes leave of two cores these take: those of devices, of fuzzing, which start no process, then some
-# of numbers; by two processes, as on a slow processor, which leaves out most tests with processes, they end long after
-# those. House tests read every source file, and come last, as the trees that they keep make each full collection a long one.
+# of numbers. All but the first are for two processes: on a slow processor most tests with processes are left out, and one
+# would work on alone long after those. House tests come last, as the trees that they keep make full collections long.
 test-beside: $(VENV)/.dev
 	@status=0; $(MAKE) --no-print-directory test-devices || status=$$?; \
 		$(BIN)/python -m pytest -m "not soak" $(SAME) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(BESIDE) \
