@@ -15,7 +15,7 @@ from tests.support.models.families import save_model
 from tests.support.models.layouts import spec_of
 from tests.support.training.runs import train
 from tllm.planner.cluster.device import LinkSpeed
-from tllm.planner.cost.rank_work import passes_of
+from tllm.planner.cost.flops import BACKWARD
 from tllm.planner.memory.training_memory import training_bytes
 from tllm.planner.simulate.training_step import predict_step
 from tllm.spec.plan import Plan
@@ -64,7 +64,7 @@ def test_a_ring_sends_keys_as_wide_as_they_are(kind: str, model: Path, tmp_path:
 def test_attention_takes_as_long_as_it_is_wide(
     kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the widths of queries that a run's attention gets, layer by layer."""
+    """Against the widths of queries that a run's attention gets, layer by layer, forward and backward."""
     widths, call = dict[int, set[int]](), TrainAttend.__call__
 
     def watched(attend: TrainAttend, layer: int, q_TNH: Any, *others: Any) -> Any:
@@ -80,7 +80,7 @@ def test_attention_takes_as_long_as_it_is_wide(
     wider = {layer: max(found) - spec.head_dim for layer, found in widths.items()}
     assert spec.latent is not None and set(wider.values()) == {spec.latent.width, *([0] if kind == "late" else [])}
     pairs = TOKENS * (TOKENS + 1) // 2
-    flops = passes_of(facts) * 4 * spec.num_heads * sum(wider.values()) * pairs
+    flops = (1 + BACKWARD) * 4 * spec.num_heads * sum(wider.values()) * pairs
     assert dropped - whole == pytest.approx(facts.microbatches * flops / SPEED)
 
 
