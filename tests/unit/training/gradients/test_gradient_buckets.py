@@ -4,6 +4,7 @@ import gc
 import math
 import threading
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -275,6 +276,27 @@ def test_a_reduction_is_told_each_bucket_and_its_group() -> None:
     for gradients in in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")]):
         assert [gradient.unique().tolist() for gradient in gradients] == [[1.0], [2.0]]
     assert sorted(told) == [(rank, number, "dp") for rank in range(2) for number in range(2)]
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_range_is_what_the_reduction_gives_wherever_it_lies(zero: Zero) -> None:
+    """A lossy one sums in memory of its own."""
+
+    class Elsewhere(Exact):
+        def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+            return super().reduce_scatter(number, run, counts, group) * 2
+
+    def work(dp: Group) -> float:
+        parameters = parameters_of((20, 4))
+        layout = BucketLayout(parameters, GradientGroups(dp), zero)
+        buckets = GradientBuckets(layout, ReplicatedParameters(parameters, solo()), reduction=Elsewhere())
+        buckets.begin(1)
+        loss_of(parameters, 1.0).backward()
+        buckets.finish()
+        buckets.close()
+        return buckets.reduced(0).max().item()
+
+    assert in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")]) == [4.0, 4.0]
 
 
 def test_the_thread_that_sums_has_no_helpers_and_takes_none() -> None:
