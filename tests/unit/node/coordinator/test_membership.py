@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -81,6 +84,61 @@ def test_a_silent_node_is_lost_after_what_was_asked(lost_after: float, lost: lis
 
     asyncio.run(scene())
     assert told == lost
+
+
+def test_a_node_that_beats_while_its_machine_is_asked_is_not_lost() -> None:
+    told: list[str] = []
+
+    async def scene() -> None:
+        members, clock = joined("c", lambda node: {}, lambda node, error: told.append(node), lambda: None, lend)
+
+        async def beats_meanwhile(address: object) -> ProbeResult:
+            members.record(NodeHeard("late", Heartbeat(), clock.now))
+            return ProbeResult("nothing answers", False)
+
+        members.surroundings = Surroundings(AwakeClock(BEAT_SECONDS, clock), beats_meanwhile)
+        members.record(NodeJoined("late", facts("late"), clock.now - 6.0))
+        async with watched(members):
+            await clock.turns()
+
+    asyncio.run(scene())
+    assert told == []
+
+
+@pytest.mark.parametrize(("silent_for", "lost"), [(9.0, []), (11.0, ["stopped"])])
+def test_of_very_many_nodes_one_whose_machine_answers_has_more_heartbeats_to_miss(
+    silent_for: float, lost: list[str]
+) -> None:
+    told: list[str] = []
+
+    async def answers(address: object) -> ProbeResult:
+        return ProbeResult("its machine answers and its process does not", True)
+
+    async def scene() -> None:
+        members, clock = joined("c", lambda node: {}, lambda node, error: told.append(node), lambda: None, lend)
+        members.surroundings = Surroundings(AwakeClock(BEAT_SECONDS, clock), answers)
+        members.interval.grow(10_000)  # each beats every 2.5 s: asked after 5, lost after 10
+        members.record(NodeJoined("stopped", facts("stopped"), clock.now - silent_for))
+        async with watched(members):
+            await clock.turns()
+
+    asyncio.run(scene())
+    assert told == lost
+
+
+def test_each_of_very_many_nodes_is_sent_one_heartbeat_in_an_interval() -> None:
+    async def scene() -> None:
+        members, clock = joined("c", lambda node: {}, lambda node, error: None, lambda: None, lend)
+        sent = Counter[str]()
+        channels = {str(i): SimpleNamespace(post_frame=lambda beat, i=i: sent.update([str(i)])) for i in range(8)}
+        members.channels.update(cast(dict[str, Channel], channels))
+        members.interval.grow(6_000)  # three turns make an interval, at whose end all nodes are looked at
+        async with watched(members):
+            await clock.turns()
+        assert sent.keys() == channels.keys()
+        assert max(sent.values()) - min(sent.values()) <= 1 and abs(sent["0"] - clock.looks) <= 1
+
+    asyncio.run(scene())
 
 
 def test_after_it_was_suspended_a_coordinator_gives_its_nodes_time_to_beat(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -220,6 +221,23 @@ def test_a_request_that_is_cancelled_before_it_began_is_not_computed() -> None:
     play(scene)
 
 
+def test_a_cancellation_that_comes_first_counts_after_many_that_came_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most requests have just ended when they are cancelled. What is remembered of these must leave room for others."""
+    monkeypatch.setattr(node_requests, "MOST_UNWANTED", 2)
+
+    async def scene() -> None:
+        coordinator = Coordinator(engine()).open()
+        node = Node(coordinator, "lab-2")
+        for ended in ("a", "b", "c"):
+            node.here.post(Cancel(ended))
+        body = msgspec.msgpack.encode(Submit(request("r")))
+        node.here.post_frame(HEAD.pack(len(body), QUESTION, 7) + body + one_way(Cancel("r")))
+        assert await node.read(request("s")) == IDS
+        assert [one.id for one in coordinator.engine.submitted] == ["s"]
+
+    play(scene)
+
+
 def test_a_name_that_is_taken_is_refused_and_harms_nobody() -> None:
     async def scene() -> None:
         coordinator = Coordinator(engine(hold_after=3)).open()
@@ -272,6 +290,32 @@ def test_a_request_goes_on_at_the_coordinator_that_takes_anothers_place(together
         (first,), (second,) = before.engine.submitted, after.engine.submitted
         assert second.output_ids == tuple(IDS[:3]) and second.params == first.params and first.params.seed is not None
         assert second.id != first.id, "the coordinator may be the same, and still have it"
+
+    play(scene)
+
+
+def test_each_loss_of_a_coordinator_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long reply may see several of them come and go."""
+    now = [0.0]
+    monkeypatch.setattr(remote_engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def scene() -> None:
+        def coordinator() -> Coordinator:
+            made = Coordinator(engine(hold_after=3)).open()
+            made.engine.script = lambda request: IDS[len(request.output_ids) :]
+            return made
+
+        present = node = Node(coordinator(), "lab-2")
+        outputs, ids = node.engine.submit(request()), list[int]()
+        for _ in range(3):
+            ids += [id for _ in range(3) for id in (await anext(outputs)).token_ids]
+            await present.lose()
+            node.link.detach()
+            now[0] += 2 * remote_engine.RESUME_SECONDS
+            present = Node(coordinator(), "lab-2")
+            node.link.attach(present.here)
+        assert ids == IDS[:9]
+        await outputs.aclose()
 
     play(scene)
 

@@ -61,6 +61,34 @@ def test_closing_cancels_once() -> None:
     play(scene)
 
 
+def test_a_request_beside_others_does_not_move_the_time_since_which_work_is_there() -> None:
+    """By it the engine is found not to get on: requests that go on coming would hide that."""
+
+    async def scene() -> None:
+        now = [10.0]
+        requests = OpenRequests(lambda message: None, lambda: now[0])
+
+        async def take(name: str) -> list[Output]:
+            return [output async for output in requests.submit(ask(name))]
+
+        async def begun(name: str) -> asyncio.Task[list[Output]]:
+            taking = asyncio.create_task(take(name))
+            await asyncio.sleep(0)
+            return taking
+
+        tasks = [await begun("a")]
+        now[0] = 11.0
+        tasks.append(await begun("b"))
+        assert requests.busy_since == 10.0
+        requests.deliver(tuple(Output(request_id=name, finish_reason="stop") for name in "ab"))
+        await asyncio.gather(*tasks)
+        last = await begun("c")
+        assert requests.busy_since == 11.0
+        last.cancel()
+
+    play(scene)
+
+
 def test_a_request_without_a_seed_is_given_one() -> None:
     async def scene() -> None:
         sent: list[Message] = []

@@ -4,6 +4,7 @@ import gc
 import math
 import threading
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -154,6 +155,7 @@ def test_a_range_has_the_same_memory_in_every_step(zero: Zero) -> None:
             loss_of(parameters, weight).backward()
             buckets.finish()
             held = [buckets.reduced(number) for number in range(len(buckets.layout.buckets))]
+            assert [one.max().item() for one in held] == [3 * weight * 2, 3 * weight], "the sums are this step's"
             places.append([one.data_ptr() for one in held])
             whole = [bucket.size for bucket in buckets.layout.buckets]
             sizes = [one.untyped_storage().nbytes() // 4 for one in held]
@@ -276,6 +278,27 @@ def test_a_reduction_is_told_each_bucket_and_its_group() -> None:
     assert sorted(told) == [(rank, number, "dp") for rank in range(2) for number in range(2)]
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_range_is_what_the_reduction_gives_wherever_it_lies(zero: Zero) -> None:
+    """A lossy one sums in memory of its own."""
+
+    class Elsewhere(Exact):
+        def reduce_scatter(self, number: int, run: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+            return super().reduce_scatter(number, run, counts, group) * 2
+
+    def work(dp: Group) -> float:
+        parameters = parameters_of((20, 4))
+        layout = BucketLayout(parameters, GradientGroups(dp), zero)
+        buckets = GradientBuckets(layout, ReplicatedParameters(parameters, solo()), reduction=Elsewhere())
+        buckets.begin(1)
+        loss_of(parameters, 1.0).backward()
+        buckets.finish()
+        buckets.close()
+        return buckets.reduced(0).max().item()
+
+    assert in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")]) == [4.0, 4.0]
+
+
 def test_the_thread_that_sums_has_no_helpers_and_takes_none() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -293,9 +316,9 @@ def test_what_went_bad_before_a_sum_is_of_this_step_only() -> None:
     def work(dp: Group) -> list[list[str]]:
         parameters = parameters_of((20, 4), (5, 5))
         buckets, seen = buckets_of(parameters, dp), []
-        for bad in (0, 1, None):
+        for bad in ((0,), (1,), (0, 1), ()):
             buckets.begin(1)
-            factors = [math.nan if dp.rank == 1 and index == bad else 1.0 for index in range(2)]
+            factors = [math.nan if dp.rank == 1 and index in bad else 1.0 for index in range(2)]
             sum(p.sum() * factor for p, factor in zip(parameters, factors, strict=True)).backward()
             buckets.finish()
             seen.append(buckets.non_finite_names)
@@ -303,7 +326,7 @@ def test_what_went_bad_before_a_sum_is_of_this_step_only() -> None:
         return seen
 
     fine, bad = in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")])
-    assert fine == [[], [], []] and bad == [["p0"], ["p1"], []]
+    assert fine == [[], [], [], []] and bad == [["p0"], ["p1"], ["p1", "p0"], []], "of every bucket"
 
 
 def test_the_tree_takes_a_logarithm_of_memory_and_gives_it_back() -> None:

@@ -112,6 +112,9 @@ def test_what_comes_next_is_gathered_ahead_and_nothing_twice(tmp_path: Path) -> 
     assert len(first) == len(events) + 2 * len(units[-1]), "the first step does not know that the head comes again"
     for of, then in pairwise(units):
         assert events.index(("take", then[0])) < events.index(("let go", of[0]))
+    run_steps(ranks, 1, microbatches=4)  # which is in no other order, and longer
+    run_steps(ranks, 1, microbatches=2)
+    assert whole_bytes(ranks[0]) == 0, "nothing was gathered that a shorter step does not use"
     close(ranks)
 
 

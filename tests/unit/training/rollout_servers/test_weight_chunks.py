@@ -140,6 +140,19 @@ def test_what_is_lacking_makes_a_model_another(family: str, dtype: torch.dtype, 
     assert table.places[changed] == (name, 0, 1000)
 
 
+def test_of_a_tensor_only_the_chunks_that_come_are_written(tmp_path: Path) -> None:
+    spec = spec_of("llama", tmp_path)
+    held, tensors = whole_model(spec, 1), tensors_of(whole_model(spec, 2))
+    table, server = ChunkTable.of(tensors), HeldWeights([held], solo())
+    lacking = server.want(table.digest, table.hashes(tensors))
+    number = next(one for one in lacking if table.places[one].start)
+    for parameter in held.parameters():
+        parameter.data.fill_(7)
+    server.put([number], [content_of(table, tensors, number)])
+    place = table.places[number]
+    assert sum(int((one != 7).sum()) for one in held.parameters()) == (place.stop - place.start) // 4
+
+
 def put(server: HeldWeights, table: ChunkTable, tensors: dict[str, Tensor], numbers: list[int]) -> None:
     contents = [content_of(table, tensors, number) for number in numbers]
     server.check(numbers, contents)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import torch
 from tests.support.models.layouts import in_threads
 from tests.support.selection import covering
 from tests.unit.training.saves import Cut, Truth, held, world
-from tllm.comm.collectives.group import local_groups
+from tllm.comm.collectives.group import local_groups, solo
 from tllm.comm.links.link import LocalLink
 from tllm.core.errors import FrameError
 from tllm.training.checkpoint.shard_assignment import HeldBox
@@ -41,6 +42,8 @@ class Node:
 
     def step(self, number: int) -> None:
         self.mirror.flush()
+        if self.kept is not None:
+            self.kept.begun += 1
         Truth(number).fill(self.blocks)
         self.mirror.take(number, b"" if self.rank else PLACE)  # rank 0 alone knows it
 
@@ -165,6 +168,38 @@ def test_only_what_is_missing_is_copied_and_sent(cut: Cut, monkeypatch: pytest.M
     assert every(third, "restore", 4) == [PLACE] * 3
     assert all(Truth(4).holds(block) for node in third for block in node.blocks)
     for node in third:
+        node.mirror.close()
+
+
+def test_a_snapshot_is_of_no_step_before_all_of_it_is_copied() -> None:
+    """A delayed sum may still be on its way when the weights are there."""
+    waiting: list[Callable[[], None]] = []
+
+    def when_ready(work: Callable[[], None]) -> Future[None]:
+        waiting.append(work)
+        return Future()
+
+    memory, w, late = MemorySnapshots(), *(TensorBlock(name, ((0, 4),), torch.zeros(4)) for name in ("w", "late"))
+    mirror = SnapshotReplicator(memory, 1, solo(), ["here"])
+    mirror.find(TrainState([w], [late], when_ready=when_ready))
+    mirror.begin(0, b"", is_restored=False)
+    mirror.take(1, PLACE)
+    assert memory.complete() == []
+    late.tensor.fill_(5)
+    waiting.pop()()
+    (copy,) = memory.complete()
+    assert copy.label == SnapshotLabel(1, 1)
+    assert {block.name: block.tensor[0].item() for block in copy.blocks} == {"w": 0, "late": 5}
+    mirror.close()
+
+
+def test_what_a_run_did_after_the_save_that_it_goes_back_to_is_of_no_step() -> None:
+    nodes = first_epoch(Cut("tp=3"), 3)
+    again = epoch(Cut("tp=3"), 2, [node.memory for node in nodes])
+    assert every(again, "find") == [3] * 3
+    in_threads([partial(node.mirror.begin, 1, PLACE, False) for node in again])
+    assert not any(node.memory.complete() for node in again)
+    for node in again:
         node.mirror.close()
 
 

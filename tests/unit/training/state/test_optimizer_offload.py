@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tllm.comm.collectives.group import solo
+from tllm.comm.collectives.group import local_groups, solo
 from tllm.core.errors import CapacityError, ConfigError
 from tllm.parallel.replicated import ReplicatedParameters
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
@@ -20,10 +20,12 @@ from tllm.training.checkpoint.async_saves import AsyncSaves
 from tllm.training.gradients.bucket_layout import BucketLayout
 from tllm.training.gradients.gradient_buckets import GradientBuckets
 from tllm.training.gradients.reduction import GradientGroups
+from tllm.training.optim.flat_parameters import memory_layout
 from tllm.training.optim.optimizer import SGD, AdamW, Optimizer
 from tllm.training.optim.sharded_update import OptimizerUpdate
 from tllm.training.state.optimizer_offload import OnDevice, OnDisk, OnHost, StatePlacement
 from tllm.training.state.tensor_blocks import TensorBlock
+from tllm.training.state.train_state import FlatMemory
 
 WIDTH = 40_000
 """Elements of a parameter: several pages, and not whole ones."""
@@ -217,10 +219,21 @@ def test_a_part_goes_on_in_the_memory_of_one_that_was_laid_out_the_same(dtype: t
         sum(p.float().square().sum() for p in update.buckets.layout.parameters).backward()  # type: ignore[union-attr]
         update.buckets.finish()
         update.apply(3, 1e-2)
-    for a, b in zip(again.blocks(), whole.blocks(), strict=True):
-        assert a.name == b.name and torch.equal(a.tensor, b.tensor)
+    third = OptimizerUpdate(buckets_of(dtype), AdamW(), kept=again.memory)  # after another loss
+    for update in (again, third):
+        for a, b in zip(update.blocks(), whole.blocks(), strict=True):
+            assert a.name == b.name and torch.equal(a.tensor, b.tensor)
     for other in (buckets_of(dtype, 2), buckets_of(torch.float64)):
         assert OptimizerUpdate(other, AdamW(), kept=kept).memory is not kept, "other tensors, or of another dtype"
     assert OptimizerUpdate(buckets_of(dtype), SGD(), kept=kept).memory is not kept
     again.fill(lambda module: None)
     assert kept.begun == begun + 2, "a fill begins to change it too"
+
+
+def test_memory_of_other_ranges_is_not_gone_on_in() -> None:
+    """A rank that takes another's place among the replicas keeps other ranges of the states (ZeRO)."""
+    parameters = buckets_of(torch.float32).layout.parameters
+    first, second = (
+        memory_layout(BucketLayout(parameters, GradientGroups(dp), zero=1), AdamW.states) for dp in local_groups(2)
+    )
+    assert first != second and FlatMemory(first).fits(first) and not FlatMemory(first).fits(second)
