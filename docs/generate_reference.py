@@ -151,7 +151,8 @@ def command_section(name: str) -> Iterator[str]:
         (group.title, [a for a in group._group_actions if a.help != argparse.SUPPRESS and a.dest != "help"])
         for group in parser._action_groups
     ]
-    words = [metavar(a) if a.nargs != "?" else f"[{metavar(a)}]" for a in parser._actions if not a.option_strings]
+    optional = {"?": "[{}]", "*": "[{} …]"}
+    words = [optional.get(str(a.nargs), "{}").format(metavar(a)) for a in parser._actions if not a.option_strings]
     needed = [f"{a.option_strings[-1]} {metavar(a)}" for a in parser._actions if a.option_strings and a.required]
     yield from ["```text", " ".join(["tllm", name, *words, *needed, "[OPTIONS]"]), "```", ""]
     yield from prose(inspect.cleandoc(module.__doc__ or ""))
@@ -189,15 +190,16 @@ def metavar(action: argparse.Action) -> str:
 def default_of(action: argparse.Action) -> str:
     """A default as one would type it."""
     if action.nargs == 0:
-        return "`off`"
+        return "`on`" if action.default is True else "`off`"
     if action.default in (None, [], (), ""):
         return NONE
     if isinstance(action.default, Path) and action.default.is_absolute():
         if not action.default.is_relative_to(ROOT):
             raise ValueError(f"{action.default} is not in {ROOT}: import tllm from there, with PYTHONPATH=src")
         return f"`{action.default.relative_to(ROOT)}` of this repository"
-    if isinstance(action.default, int) and action.default >= 1 << 30 and action.default % (1 << 30) == 0:
-        return f"`{action.default >> 30}GiB`"
+    if action.metavar == "SIZE" and isinstance(action.default, int) and action.default % (1 << 20) == 0:
+        unit, name = (1 << 30, "GiB") if action.default % (1 << 30) == 0 else (1 << 20, "MiB")
+        return f"`{action.default // unit}{name}`"
     if isinstance(action.default, float):
         return f"`{action.default:g}`"
     return "`" + str(action.default).replace("\n", "\\n") + "`"

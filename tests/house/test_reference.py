@@ -57,6 +57,20 @@ def test_a_default_of_another_checkout_is_no_default(generator: ModuleType) -> N
         generator.default_of(action)
 
 
+def test_a_switch_that_is_on_by_itself_says_so(generator: ModuleType) -> None:
+    """The page had `off` for the prefix cache, beside a meaning that ends with "(yes)"."""
+    parser = argparse.ArgumentParser()
+    switch = parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True)
+    assert generator.default_of(switch) == "`on`"
+    assert generator.default_of(parser.add_argument("--quiet", action="store_true")) == "`off`"
+
+
+def test_a_size_has_a_unit(generator: ModuleType) -> None:
+    parser = argparse.ArgumentParser()
+    assert generator.default_of(parser.add_argument("--kept", default=256 << 20, metavar="SIZE")) == "`256MiB`"
+    assert generator.default_of(parser.add_argument("--disk", default=32 << 30, metavar="SIZE")) == "`32GiB`"
+
+
 def test_exit_codes_are_those_of_the_errors() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TllmError)]
     expected = {kind.__name__: kind.exit_code for kind in kinds}
