@@ -17,7 +17,7 @@ from tllm.hub.locate import locate
 from tllm.hub.repository import HubWeights
 from tllm.node.topology.numa_binding import NumaBinding, check_numa_binding
 from tllm.node.weights.whole_files import put_together
-from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE, context_of
+from tllm.planner.cost.cache_room import CACHE_DIR_BYTES, MAX_NUM_SEQS, PAGE_SIZE, check_counts, context_of
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.server.pooling.pooler_config import ModelPooling, PoolerConfig, model_pooling, read_pooler_config
 from tllm.spec.families import spec_from_config
@@ -189,9 +189,7 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     check_kv_cache_dtype(kv_cache_dtype)
     check_numa_binding(args.get("numa_binding", "auto"))
     page_size, max_num_seqs = args.get("page_size", PAGE_SIZE), args.get("max_num_seqs", MAX_NUM_SEQS)
-    for name, number in (("page_size", page_size), ("max_num_seqs", max_num_seqs)):
-        if number < 1:
-            raise ConfigError(f"{name} is {number}, and no request could ever begin", "give 1 or more")
+    check_counts(page_size, max_num_seqs)
     lost_after = args.get("lost_after", SILENCE_SECONDS)
     check_lost_after(lost_after)
     asked_model_len = args.get("max_model_len")

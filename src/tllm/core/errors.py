@@ -12,7 +12,7 @@
     │       └── FrameError   4   what arrived is not what the plan says
     ├── AuthError            5   a token, a certificate or a key was refused
     ├── WeightsError         6   weight files that are missing, torn or untrue
-    ├── NonFiniteError       7   a loss, gradient or weight in training is no number, or logits to draw from are none
+    ├── NonFiniteError       7   a loss, gradient or weight in training is no number
     └── RequestError         -   one request cannot be served (HTTP 400); others go on
 
 The number is the exit code of the command (docs/reference/exit-codes.md). `nearest` makes a hint from a mistyped word,

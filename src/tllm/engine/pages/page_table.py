@@ -76,8 +76,10 @@ class PagePool:
 
     def has_room(self, shared: list[int], tokens: int) -> bool:
         """Whether a new owner of so many tokens could have the pages `shared` and others after them."""
-        others = self.num_free - sum(page in self._cached for page in shared)
-        return self.pages_for(tokens) - len(shared) <= others
+        missing = self.pages_for(tokens) - len(shared)
+        if missing > self.num_free:  # most that wait lack so many: then nothing need be counted
+            return False
+        return missing <= self.num_free - sum(page in self._cached for page in shared)
 
     def begin(self, owner: int, shared: list[int], tokens: int, max_tokens: int = 0) -> bool:
         """Give a new owner the pages `shared`, held or cached ones, and others after them, as `cover` does."""

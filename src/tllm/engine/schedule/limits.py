@@ -24,6 +24,7 @@ from tllm.planner.cost.cache_room import (
     PAGE_SIZE,
     batch_tokens,
     cache_pages,
+    check_counts,
     context_of,
 )
 from tllm.planner.cost.rank_bytes import rank_bytes
@@ -86,8 +87,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Refuse sizes with which no batch could be made, and a cache that nobody knows."""
         check_kv_cache_dtype(self.kv_cache_dtype)
-        if self.max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs is {self.max_num_seqs}: no request could ever begin", "give 1 or more")
+        check_counts(self.page_size, self.max_num_seqs)
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"batches of {self.max_num_batched_tokens} tokens leave no room for prompts beside "

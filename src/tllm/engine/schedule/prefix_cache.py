@@ -49,29 +49,37 @@ class PrefixCache:
         self.on_forget: Callable[[int], None] | None = None
         self._pages: dict[bytes, int] = {}
         self._contents: dict[int, tuple[bytes, PageContent]] = {}
+        self._found: dict[int, dict[int, None]] = {}  # by the key of a sequence that waits: its known pages, in order
 
     def __contains__(self, page: int) -> bool:
         """Whether this page can be found."""
         return page in self._contents
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The pages of the longest known prefix of a sequence, in order.
+        """The pages of the longest known prefix of a sequence that waits, in order.
 
         Its last token is always left to compute, as the next one follows from that. Nothing is found for a prompt of
         which the log-probability or the hidden state of every token is wanted: they must be computed.
+        What was found is kept until it begins, and `forget` takes from it; so to ask again, step after step, looks at
+        no more than what comes after it.
         """
-        pages: list[int] = []
         if sequence.prompt.needs_every_token:
-            return pages
-        for name, content in self.chain(sequence, 0, (len(sequence.token_ids) - 1) // self.page_size):
+            return []
+        pages = self._found.setdefault(sequence.key, {})
+        for name, content in self.chain(sequence, len(pages), (len(sequence.token_ids) - 1) // self.page_size):
             page = self._pages.get(name)
             if page is None or self._contents[page][1] != content:
                 break
-            pages.append(page)
-        return pages
+            pages[page] = None
+        return list(pages)
+
+    def drop(self, sequence: Sequence) -> None:
+        """It waits no longer."""
+        self._found.pop(sequence.key, None)
 
     def began(self, sequence: Sequence) -> None:
         """Note what was found for a sequence that has begun, and count it if it did for the first time."""
+        self.drop(sequence)
         record = sequence.prefix
         record.num_added = sequence.computed // self.page_size
         if record.found is None:
@@ -117,11 +125,15 @@ class PrefixCache:
             self.on_forget(page)
         name, _ = self._contents.pop(page)
         del self._pages[name]
+        for pages in self._found.values():
+            while page in pages:
+                pages.popitem()  # the last one, until this one is gone
 
     def check(self) -> None:
         """Assert that names and pages belong to each other, and that every name is that of the content."""
         assert {name: page for page, (name, _) in self._contents.items()} == self._pages
         assert all(page_name(content) == name for name, content in self._contents.values())
+        assert all(page in self._contents for pages in self._found.values() for page in pages)
 
     def stats(self) -> dict[str, float]:
         """The counts, under the names that metrics have."""

@@ -103,8 +103,7 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> Output | None:
         """Drop a request at once; None if it is not here, as when it has just ended."""
-        sequence = self.by_id.get(request_id)
-        if sequence is None:
+        if (sequence := self.by_id.get(request_id)) is None:
             return None
         self._remove(sequence)
         return Output(request_id=request_id, finish_reason="cancelled")
@@ -299,12 +298,13 @@ class Scheduler:
 
     def _end_pooled(self, sequence: Sequence, values: tuple[float, ...]) -> Output:
         """A prompt that is pooled has come to these values, and to its end."""
+        is_sound = all(map(math.isfinite, values))
+        reason: FinishReason = "stop" if is_sound else sequence.fail()
         self._remove(sequence)
         request_id, found = sequence.request.id, sequence.prefix.found or 0
-        if not all(map(math.isfinite, values)):
-            message = "the model's hidden states of this prompt are no finite numbers"
-            return Output(request_id=request_id, finish_reason="error", error=message)
-        return Output(request_id=request_id, pooled=values, cached_tokens=found, finish_reason="stop")
+        if not is_sound:
+            return Output(request_id=request_id, finish_reason=reason, error=sequence.fault)
+        return Output(request_id=request_id, pooled=values, cached_tokens=found, finish_reason=reason)
 
     def _remove(self, sequence: Sequence) -> None:
         """A sequence has ended: it lets go of its pages."""

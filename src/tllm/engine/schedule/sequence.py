@@ -13,7 +13,7 @@ from tllm.engine.schedule.prompt_values import PromptValues
 from tllm.spec.request import FinishReason, Request
 
 NO_NUMBERS = RequestError(
-    "the model's logits after this text are no finite numbers, so that no token can be drawn",
+    "the model comes to no finite numbers for this text, so that neither a token nor a value follows",
     "serve it in a wider dtype, bfloat16 or float32; if every prompt ends so, look at its weights",
 )
 
@@ -99,7 +99,7 @@ class Sequence:
 
     @property
     def fault(self) -> str:
-        """Why it ends with an error: something went wrong in its grammar, or else there is no token to go on with."""
+        """Why it ends with an error: something went wrong in its grammar, or else the model's numbers are none."""
         return (self.grammar.fault if self.grammar is not None else "") or str(NO_NUMBERS)
 
     def sampling(self) -> Sampling:
@@ -172,7 +172,7 @@ class Sequence:
         return "length" if count >= params.max_tokens else None
 
     def fail(self) -> FinishReason:
-        """There is no token to go on with: it ends, and what it has computed is not to be trusted."""
+        """The model's numbers for it are none: it ends, and what it has computed is not to be trusted."""
         self.prefix.is_doubtful = True
         return "error"
 

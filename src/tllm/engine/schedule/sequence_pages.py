@@ -36,6 +36,8 @@ class SequencePages:
     def drop(self, sequence: Sequence) -> None:
         """A waiting sequence has gone."""
         self._forget_if_doubtful(sequence)
+        if self.prefix_cache is not None:
+            self.prefix_cache.drop(sequence)
         if self.stored is not None:
             self.stored.drop(sequence)
 

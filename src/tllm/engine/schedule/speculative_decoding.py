@@ -74,8 +74,6 @@ class Speculation:
                 count, rows, tokens = count + 1, rows + 1, tokens + probability
                 probability *= rate
             checked.append(draft.token_ids[:count])
-        if rows == len(sequences) and any(draft.token_ids for draft in drafts):
-            self.cost.refuse()
         if rows > len(sequences) and not self.draft_seconds and not self.cost.drafts_pay(len(sequences), rows, tokens):
             self._losing_steps += 1
             if self._losing_steps % RETRY_EVERY:

@@ -13,9 +13,8 @@ NEW_STEP_WEIGHT = 0.2
 MAX_ROW_COUNTS = 32
 """Numbers of rows whose seconds are remembered, those seen last."""
 
-
-FIRST_PATIENCE, MOST_PATIENCE = 16, 2048
-"""Steps in which no draft seems worth a row, until the cost of a row is measured anew: at first, and at the most."""
+FIRST_ROUND, LONGEST_ROUND = 16, 2048
+"""Steps until the cost of a row is measured anew: at first, then twice as many each time, up to so many."""
 
 
 class StepCost:
@@ -24,42 +23,35 @@ class StepCost:
     The line is `base_seconds + row_seconds * rows`. The first row beside a sequence's own may cost far more than the
     next, as products and attention of a single row have kernels of their own. So the line leaves out steps without
     drafts once there are others.
+
+    Something may have held up a step whose number of rows does not come again, or comes no more as it made drafts seem
+    too dear. So from time to time all is forgotten but the last steps without drafts. Where a row does cost too much,
+    the steps that show it lose: therefore ever less often.
     """
 
     def __init__(self) -> None:
         self._without_drafts: dict[int, float] = {}
         self._with_drafts: dict[int, float] = {}
         self.base_seconds, self.row_seconds = 1.0, INITIAL_ROW_SHARE
-        self._patience, self._refused = FIRST_PATIENCE, 0
+        self._steps, self._round = 0, FIRST_ROUND
 
     def record(self, rows: int, seconds: float, has_drafts: bool) -> None:
         """Take in one step."""
+        self._steps += 1
+        if self._steps == self._round:
+            self._steps, self._round = 0, min(2 * self._round, LONGEST_ROUND)
+            self._with_drafts.clear()
+            self._without_drafts = dict(list(self._without_drafts.items())[-1:])
         averages = self._with_drafts if has_drafts else self._without_drafts
         average = averages.pop(rows, seconds)
         averages[rows] = average + NEW_STEP_WEIGHT * (seconds - average)
         if len(averages) > MAX_ROW_COUNTS:
             del averages[next(iter(averages))]
-        self._draw_line()
-
-    def refuse(self) -> None:
-        """Note a step in which no draft seemed worth a row. After some, what those with drafts took is forgotten.
-
-        Something may have held one of them up, and without drafts none would tell. If a row does cost so much, the
-        steps that show it lose; so each time it takes twice as many until the next.
-        """
-        self._refused += 1
-        if self._refused == self._patience:
-            self._refused, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
-            self._with_drafts.clear()
-            self._draw_line()
-
-    def _draw_line(self) -> None:
         points = self._with_drafts if len(self._with_drafts) > 1 else {**self._without_drafts, **self._with_drafts}
         if len(points) == 1:
-            ((rows, seconds),) = points.items()
-            self.row_seconds = INITIAL_ROW_SHARE * seconds
-            self.base_seconds = seconds - rows * self.row_seconds
-        elif points:
+            self.row_seconds = INITIAL_ROW_SHARE * points[rows]
+            self.base_seconds = points[rows] - rows * self.row_seconds
+        else:
             slope, self.base_seconds = linear_regression(list(points), list(points.values()))
             self.row_seconds = max(0.0, slope)
 

@@ -141,20 +141,21 @@ class StoredPrefixes:
         found = self._prefix_cache.find(sequence)
         # Of many that wait, most are looked at in each step, so no more of their pages than need be.
         first = next(self._names_on_disk(sequence, len(found)), None)
-        if first is not None and any(first in load.names for load in self.loads.values()):
-            return True  # another sequence with this prefix has it read
-        if first is not None and len(self.loads) == MAX_LOADS:
-            return True
-        names = list(self._names_on_disk(sequence, len(found)))
-        tokens = (len(found) + len(names)) * self._pool.page_size
-        owner = -1 - sequence.key
-        if names and not self._pool.begin(owner, found, tokens):
+        if first is None:
+            sequence.prefix.is_sought = True
+            return False
+        if len(self.loads) == MAX_LOADS or any(first in load.names for load in self.loads.values()):
+            return True  # until it is its turn, or another sequence with this prefix has had it read
+        if not self._pool.has_room(found, len(sequence.token_ids)):
             return False  # nor is there room to begin
+        names = list(self._names_on_disk(sequence, len(found)))
+        owner = -1 - sequence.key
+        has_begun = self._pool.begin(owner, found, (len(found) + len(names)) * self._pool.page_size)
+        assert has_begun, "there is room for more than that"
         sequence.prefix.is_sought = True
-        if names:
-            pages = pages_of(self._pool.page_table(owner))[len(found) :]
-            self.loads[sequence.key] = PrefixLoad(sequence, owner, len(found), frozenset(names), pages)
-        return bool(names)
+        pages = pages_of(self._pool.page_table(owner))[len(found) :]
+        self.loads[sequence.key] = PrefixLoad(sequence, owner, len(found), frozenset(names), pages)
+        return True
 
     def next_fetch(self, load: PrefixLoad) -> FetchPages | None:
         """The message that begins to read the next part, unless all of it is under way."""

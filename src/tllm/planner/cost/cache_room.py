@@ -40,6 +40,13 @@ ROWS_AT_ONCE = 64
 """Rows whose logits over the vocabulary are in memory at a time."""
 
 
+def check_counts(page_size: int, max_num_seqs: int) -> None:
+    """ConfigError for pages of no tokens, and for no sequences at once."""
+    for name, number in (("page_size", page_size), ("max_num_seqs", max_num_seqs)):
+        if number < 1:
+            raise ConfigError(f"{name} is {number}, and no request could ever begin", "give 1 or more")
+
+
 def context_of(spec: ModelSpec, asked: int | None) -> int:
     """Tokens of the longest sequence: what is asked for, or else the model's own context. ConfigError for more than
     that, or none."""

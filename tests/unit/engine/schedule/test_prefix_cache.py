@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.engine.schedule.test_scheduler import gathered
 from tllm.engine.schedule import prefix_cache
 from tllm.engine.schedule.prefix_cache import PageContent
 from tllm.engine.schedule.scheduler import SMALLEST_CHUNK, Scheduler
-from tllm.spec.request import Output, Request
+from tllm.spec.request import Output, Request, Scheduling
 
 PROMPT = [*range(1, 11)]  # two full pages of four, and half of one
 
@@ -221,3 +222,38 @@ def test_a_chunk_that_is_cut_ends_with_a_page_where_that_costs_little() -> None:
     ring.run()
     assert ring.sizes == [[148], [148], [148], [56]]
     assert min(148, SMALLEST_CHUNK) == SMALLEST_CHUNK
+
+
+def test_a_prompt_that_waits_is_looked_up_by_what_has_changed_alone() -> None:
+    """All of its pages were looked up in each step. Meanwhile some are evicted, and others come."""
+
+    class Counted(list[int]):
+        slices = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            self.slices += isinstance(at, slice)
+            return super().__getitem__(at)
+
+    served, prompt = Served(num_pages=24, max_model_len=100), [n % 50 for n in range(1, 86)]  # it takes 22 pages
+    scheduler, cache, found = served.scheduler, served.scheduler.pages.prefix_cache, list[int]()
+    assert cache is not None
+    served(request("a", prompt[:33], 1))
+    others = [request("long", [40] * 17, 38), request("longer", prompt[:57], 1), request("other", [41] * 17, 4)]
+    for number, one in enumerate(others):
+        scheduler.add(msgspec.structs.replace(one, scheduling=Scheduling(priority=-1)))
+        served.ring.step()
+        if number == 0:
+            scheduler.add(request("waits", prompt))
+            waiting = scheduler.by_id["waits"]
+            waiting.token_ids = looked_up = Counted(prompt)
+        for _ in range(8):
+            served.ring.step()
+            assert waiting in scheduler.waiting
+            cache.check()
+            found.append(len(cache.find(waiting)))
+    assert found[0] == 8 < max(found) > found[-1], found
+    assert looked_up.slices <= max(found) + 2 * len(found) + 2, "each page once, and at each look the one after them"
+    outputs = served.ring.run()
+    assert gathered(outputs)["waits"][0] == expected(request("waits", prompt))[0]
+    assert next(one.cached_tokens for one in outputs if one.request_id == "waits") == 4 * found[-1]
+    assert not cache._found

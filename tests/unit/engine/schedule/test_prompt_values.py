@@ -79,14 +79,17 @@ def test_what_is_cancelled_comes_to_nothing() -> None:
     assert not ring.finish() and not scheduler.has_work
 
 
-def test_numbers_that_are_not_finite_are_an_error_of_that_prompt() -> None:
+def test_numbers_that_are_not_finite_are_an_error_of_that_prompt_and_its_pages_are_computed_anew() -> None:
     scheduler = Scheduler(WIDE)
+    ring = FakeRing(scheduler)
     for kind, values in (("mean", (math.inf, math.nan)), ("last", (math.nan,))):
-        scheduler.add(pooled(kind, [1, 2], kind))  # type: ignore[arg-type]
+        scheduler.add(pooled(kind, PROMPT[:9], kind))  # type: ignore[arg-type]
         step = scheduler.schedule()
         assert step is not None
         [output] = scheduler.accept(step, Results(number=step.batch.number, pooled=(values,)))
         assert output.finish_reason == "error" and "finite" in output.error
+        scheduler.add(request(f"after {kind}", PROMPT[:9]))
+        assert ring.run()[0].cached_tokens == 0
 
 
 @pytest.mark.parametrize(

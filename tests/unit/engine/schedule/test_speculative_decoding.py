@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.unit.engine.kits import request
 from tllm.engine.schedule.sequence import Sequence
 from tllm.engine.schedule.speculative_decoding import RETRY_EVERY, Speculation
-from tllm.engine.schedule.step_cost import FIRST_PATIENCE, INITIAL_ROW_SHARE, StepCost
+from tllm.engine.schedule.step_cost import FIRST_ROUND, INITIAL_ROW_SHARE, StepCost
 
 
 def sequence(key: int = 0, tokens: int = 40, max_tokens: int = 30, **params: object) -> Sequence:
@@ -84,17 +84,19 @@ def test_where_the_first_row_beside_costs_much_drafts_end_and_are_tried_again() 
     assert len(speculation.propose([one], 100)[0]) == 8, "five tokens in 10 ms are more than one in 4"
 
 
-def test_after_a_step_that_something_held_up_the_cost_of_a_row_is_measured_anew() -> None:
-    """By a step of ten seconds a row seems to take seconds, and no step without drafts says otherwise."""
+@pytest.mark.parametrize("has_drafts", [True, False])
+def test_after_a_step_that_something_held_up_the_cost_of_a_row_is_measured_anew(has_drafts: bool) -> None:
+    """By a step of ten seconds a row seems to take seconds, and no step of as many rows comes again to deny it."""
     speculation, one = Speculation(8), sequence()
-    speculation.cost = cost_of(0.1, 0.001)
-    speculation.cost.record(5, 10.0, True)
+    speculation.cost = cost_of(0.1, 0.001) if has_drafts else StepCost()
+    speculation.cost.record(1, 0.101, False)
+    speculation.cost.record(5, 10.0, has_drafts)
     drafted = []
-    for _ in range(4 * FIRST_PATIENCE):
+    for _ in range(4 * FIRST_ROUND):
         (draft,) = speculation.propose([one], 100)
         drafted.append(len(draft))
         speculation.cost.record(1 + len(draft), 0.1 + 0.001 * (1 + len(draft)), len(draft) > 0)
-    assert drafted[:FIRST_PATIENCE] == [0] * FIRST_PATIENCE and min(drafted[FIRST_PATIENCE:]) > 0
+    assert drafted[0] == 0 and min(drafted[FIRST_ROUND:]) > 0
 
 
 def test_where_a_row_costs_as_much_as_a_step_that_is_measured_ever_less_often() -> None:

@@ -361,18 +361,26 @@ def test_what_comes_back_must_be_what_was_sent() -> None:
             stage.check_back(sent, came)
 
 
+class CountedDisk(FakeDisk):
+    """It counts the pages that it is asked for."""
+
+    asked = 0
+
+    def may_have(self, name: bytes) -> bool:
+        self.asked += 1
+        return super().may_have(name)
+
+
 def test_of_those_that_wait_for_their_turn_at_the_disk_a_step_looks_at_one_page_each() -> None:
     """All their pages were looked up in each step: 200 prompts of 8,192 tokens took it 500 ms, for which the replies of
     others waited."""
 
-    class CountedDisk(FakeDisk):
-        asked = 0
-
+    class FullDisk(CountedDisk):
         def may_have(self, name: bytes) -> bool:
-            self.asked += 1
+            super().may_have(name)
             return True
 
-    disk = CountedDisk()
+    disk = FullDisk()
     scheduler = Scheduler(limits(num_pages=400, max_model_len=200))
     scheduler.pages.keep_on_disk(disk, part_pages=2)
     for number in range(20):
@@ -382,3 +390,18 @@ def test_of_those_that_wait_for_their_turn_at_the_disk_a_step_looks_at_one_page_
     disk.asked = 0
     assert scheduler.schedule() is None
     assert disk.asked == 20 - MAX_LOADS
+
+
+def test_a_prompt_that_waits_for_room_is_looked_up_on_disk_by_one_page_a_step() -> None:
+    disk, prompt = CountedDisk(), [*range(1, 46)]
+    cached(DiskRing(disk), request("a", prompt, 1))
+    ring = DiskRing(disk)
+    ring.scheduler.add(request("long", [40] * 21, 30))
+    ring.step()
+    ring.scheduler.add(request("b", prompt))
+    disk.asked = 0
+    for _ in range(20):
+        ring.step()
+    assert len(ring.scheduler.waiting) == 1 and 1 <= disk.asked <= 20
+    outputs = [one for one in ring.run() if one.request_id == "b"]
+    assert outputs[0].cached_tokens == 44
