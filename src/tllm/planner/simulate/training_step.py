@@ -357,20 +357,15 @@ class RankStep:
 
     def _all_reduces(self) -> int:
         """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
-        (reduce-scatter and all-gather). Norms over all heads' queries and keys have a short one each, and experts
-        beside an MLP one more for their rows."""
+        (reduce-scatter and all-gather). Norms over all heads' queries and keys have a short one each; rows of experts
+        beside an MLP go in one message with the MLP's."""
         shape = self.setup.plan.grid
         if shape is not None:
             return rounds_on_grid(self.setup.spec, shape, len(self.setup.spec.layers), self._passes_over_tp == 3)
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
-        spec, again = self.setup.spec, self._passes_over_tp - 1
-        passes = sum(map(len, self.work.runs)) + again * sum(map(len, self.learning))
-        beside, beside_again = (
-            sum(spec.layers[number].hidden_sums - 2 for run in runs for number in run)
-            for runs in (self.work.runs, self.learning)
-        )
-        rows = 2 * passes + beside + (again - 1) * beside_again - sum(map(self._unasked, self.work.runs))
-        return round(rows * phases) + (2 * passes if spec.qk_norm == "full" else 0)
+        passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
+        rows = 2 * passes - sum(map(self._unasked, self.work.runs))
+        return round(rows * phases) + (2 * passes if self.setup.spec.qk_norm == "full" else 0)
 
     def _unasked(self, run: range) -> float:
         """Sums over tp that the backward pass of a run's layers does without: of inputs that want no gradient, in the

@@ -188,13 +188,15 @@ def test_sums_over_tp_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("layer", 3)])
-def test_norms_over_all_heads_and_experts_beside_an_mlp_are_sums_of_their_own(recompute: str, passes: int) -> None:
-    """Those of queries and keys in each pass; the experts' rows in the forward ones."""
+def test_norms_over_all_heads_are_sums_of_their_own_and_experts_beside_an_mlp_are_not(
+    recompute: str, passes: int
+) -> None:
+    """Those of queries and keys in each pass. What experts make goes in one message with what the MLP makes."""
     plan, link = Plan.parse(f"tp=2,recompute={recompute}", SPEC.num_layers), LinkSpeed(latency=0.01)
     beside = MoeSpec(6, 2, 32, beside_mlp=True, style="gemma4")
     for spec, more in (
         (replace(SPEC, qk_norm="full"), 2 * passes),
-        (replace(SPEC, layers=(replace(SPEC.layers[0], moe=beside),) * 8), passes - 1),
+        (replace(SPEC, layers=(replace(SPEC.layers[0], moe=beside),) * 8), 0),
     ):
         got = predict_step(spec, plan, FACTS, SPEED, link)
         assert got.layers == pytest.approx(12 * 8 * (2 * passes + more) * 0.01)
