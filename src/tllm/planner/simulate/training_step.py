@@ -282,23 +282,21 @@ class RankStep:
     @property
     def after_backward(self) -> float:
         """Seconds that a step still waits for when the last backward pass is done."""
-        plan, execution = self.setup.plan, self.setup.execution
-        others = self._seconds("replica") + 2 * self._seconds("servers")
-        if plan.zero == 3:
-            others, link = others + self._seconds("edp"), self._link("dp")
-            # Those that others' trainers send beside products travel with the gathers.
-            scattered = 0 if "dp" in dict(execution.overlap) else min(self._scattered(), self.traffic.dp)
-            gathers = sending_seconds(self.traffic.dp - scattered, link)
-            exposed = self._exposed_all_reduces(sending_seconds(scattered, link))
+        execution, zero, sums, gathers = self.setup.execution, self.setup.plan.zero, 0.0, 0.0
+        for group, spread in (("dp", False), ("edp", True)):  # one bucket after another, of whichever parameters
+            link, summed = self._link(group), self._summed(group, spread)
+            gather = sending_seconds(getattr(self.traffic, group) - summed, link)
+            sums += sending_seconds(summed, link)
+            gathers += gather if zero == 3 else execution.exposed_seconds(group, gather, self.compute)
+        exposed = self._exposed_all_reduces(sums)
+        if zero == 3:
             exposed += max(0.0, execution.overlap_excess(gathers, self.compute))
             # Both go by one link: neither hides what the other has no time for.
-            return others + max(exposed, execution.overlap_excess(self._seconds("dp"), self.compute))
-        sums = gathers = 0.0
-        for group, spread in (("dp", False), ("edp", True)):  # one bucket after another, of whichever parameters
-            link, gather = self._link(group), self._new_weights(spread) if plan.zero else 0
-            sums += sending_seconds(getattr(self.traffic, group) - gather, link)
-            gathers += execution.exposed_seconds(group, sending_seconds(gather, link), self.compute)
-        return others + self._exposed_all_reduces(sums) + gathers
+            both = self._seconds("dp") + self._seconds("edp")
+            exposed = max(exposed, execution.overlap_excess(both, self.compute))
+        else:
+            exposed += gathers
+        return self._seconds("replica") + 2 * self._seconds("servers") + exposed
 
     def _exposed_all_reduces(self, all_reduces: float) -> float:
         """Of the seconds of all-reduces of gradients over replicas, those that outlast the last backward pass; or the
@@ -314,20 +312,22 @@ class RankStep:
         buckets = fill_order(sizes, facts.bucket_bytes)
         return exposed_seconds(buckets, all_reduces, last.backward_input + last.backward_weight)
 
-    def _scattered(self) -> float:
-        """Bytes that the rank sends of its gradients, which are reduce-scattered (ZeRO 1 to 3)."""
-        facts, parameters = self.setup.facts, [one for one in self._parameters() if not one.spread]
-        share = facts.gradient_share(parameters, self.setup.spec.hidden_size)
-        return scattered_bytes(self._elements(False), self.work.replicas, facts, share)
-
-    def _new_weights(self, spread: bool) -> int:
-        """Bytes that the rank sends when new weights are gathered after an update."""
+    def _summed(self, group: str, spread: bool) -> float:
+        """Bytes that the rank sends of the gradients that a group sums, of experts that replicas divide (`spread`) or
+        of all others; the rest of what it sends there are weights that are gathered."""
+        sent: int = getattr(self.traffic, group)
+        facts, zero = self.setup.facts, self.setup.plan.zero
+        if not zero:
+            return sent
         ranks = self.work.expert_replicas if spread else self.work.replicas
-        return all_gather(self._elements(spread) // ranks * self.setup.facts.learned_bytes, ranks)
-
-    def _elements(self, spread: bool) -> int:
-        """Of the parameters that all replicas hold, or of experts that they divide (`spread`)."""
-        return sum(padded_elements(parameter) for parameter in self._parameters() if parameter.spread == spread)
+        parameters = [one for one in self._parameters() if one.spread == spread]
+        elements = sum(map(padded_elements, parameters))
+        if zero < 3:
+            return sent - all_gather(elements // ranks * facts.learned_bytes, ranks)
+        if group in dict(self.setup.execution.overlap):
+            return 0.0  # what others' trainers send beside products travels with the gathers
+        share = facts.gradient_share(parameters, self.setup.spec.hidden_size)
+        return min(scattered_bytes(elements, ranks, facts, share), sent)
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for unit in self.work.learned(self.setup.spec) for parameter in unit]

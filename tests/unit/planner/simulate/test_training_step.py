@@ -153,9 +153,10 @@ def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
     assert sharded.gradients == pytest.approx(0.9 * backward / 2, rel=0.01)
 
 
-@pytest.mark.parametrize(("zero", "exposed"), [(0, 0.0), (1, 0.5)])
+@pytest.mark.parametrize(("zero", "exposed"), [(0, 0.0), (1, 0.5), (3, 0.0)])
 def test_sums_of_experts_that_replicas_divide_are_hidden_too(zero: int, exposed: float) -> None:
-    """All of them were predicted to come after the last backward pass; what nothing hides are gathered weights."""
+    """All of them were predicted to come after the last backward pass; what nothing hides are gathered weights, but
+    for those of each use with ZeRO 3."""
     spec = replace(SPEC, layers=(replace(SPEC.layers[0], moe=MoeSpec(6, 2, 32)),) * 8)
     plan, facts = Plan.parse(f"dp=4,ep=2,zero={zero}", SPEC.num_layers), replace(FACTS, bucket_bytes=4096)
     sent = step_traffic(spec, plan, facts)[0].edp
