@@ -344,8 +344,7 @@ class RankStep:
         tp = self._seconds("tp", self._all_reduces(), in_turn)
         share = expected_dispatch_share(setup.spec, setup.plan, self.work) if setup.plan.ep > 1 else 1.0
         ep = self._seconds("ep", 3 * experts + (3 * again - 1) * trained, share)
-        round_again = setup.plan.recompute != "none"  # of the ring, also where attention's core alone is computed again
-        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (2 + round_again) * learning))
+        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (2 + self._attends_again) * learning))
         in_groups = (("tp", tp), ("ep", ep))
         exposed = [setup.execution.exposed_seconds(group, seconds, self.compute) for group, seconds in in_groups]
         return sum(exposed) + max(0.0, cp - self._attention())
@@ -354,6 +353,11 @@ class RankStep:
     def _passes_over_tp(self) -> int:
         """How often each layer all-reduces its rows over tp: forward, again where it is recomputed, and backward."""
         return 3 if self.setup.plan.recompute == "layer" else 2
+
+    @property
+    def _attends_again(self) -> bool:
+        """Whether attention's core is computed once more for the backward pass, and its ring goes round again."""
+        return self.setup.plan.recompute != "none"
 
     def _all_reduces(self) -> int:
         """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
@@ -378,8 +382,8 @@ class RankStep:
     def _attention(self) -> float:
         """Seconds of a step's attention, which hides a ring's messages."""
         learns = [len(run) / len(whole) for run, whole in zip(self.learning, self.work.runs, strict=True)]
-        passes = zip(self.passes, learns, strict=True)
-        return self.work.microbatches * sum((1 + BACKWARD * share) * seconds.attention for seconds, share in passes)
+        passes, backward = zip(self.passes, learns, strict=True), BACKWARD + self._attends_again
+        return self.work.microbatches * sum((1 + backward * share) * seconds.attention for seconds, share in passes)
 
     def _seconds(self, group: str, messages: int = 0, share: float = 1.0) -> float:
         """Seconds of a `share` of a step's bytes in a group, in so many messages of each microbatch, one by one."""

@@ -217,6 +217,19 @@ def test_a_ring_goes_round_again_where_attention_is_computed_again(recompute: st
     assert two - one == pytest.approx(12 * 8 * rounds)
 
 
+def test_attention_that_is_computed_again_hides_its_ring_again() -> None:
+    """All three passes of a ring take as long as attention in them, or a part longer than that."""
+    none, again = Plan.parse("cp=2", SPEC.num_layers), Plan.parse("cp=2,recompute=selective", SPEC.num_layers)
+    core = 12 * 8 * attention_flops(SPEC, SPEC.layers[0], cut_stage(SPEC, (1,))[0], [64]) / 2 / SPEED
+    groups = dict.fromkeys(("tp", "pp", "dp", "edp", "ep", "replica", "servers"), FREE)
+    for plan, passes in ((none, 3), (again, 4)):
+        sent = max(traffic.cp for traffic in step_traffic(SPEC, plan, FACTS))
+        for times in (0.99, 1.5):
+            link = LinkSpeed(bandwidth=sent / (times * passes * core))
+            got = predict_step(SPEC, plan, FACTS, SPEED, {**groups, "cp": link}).layers
+            assert got == pytest.approx(max(0.0, times - 1) * passes * core)
+
+
 def test_a_faster_rank_has_sent_its_part_of_a_sum_before() -> None:
     """The way is waited for by less than the half of what the slower rank does longer; nothing makes meetings less."""
     sent = step_traffic(SPEC, Plan.parse("tp=2", SPEC.num_layers), FACTS)[0].tp
