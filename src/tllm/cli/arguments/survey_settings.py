@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tllm.cluster.settings import SurveySettings
+from tllm.planner.cost.cache_room import context_of
 from tllm.planner.cost.rank_work import TrainingFacts
 from tllm.planner.cost.serving_load import ServingFacts
 from tllm.spec.model_spec import ModelSpec
@@ -62,6 +63,7 @@ def serving_facts(args: argparse.Namespace, spec: ModelSpec, dtype: str) -> Serv
         acceptance=args.acceptance,
         kv_cache_dtype=args.kv_cache_dtype,
         draft_model=None if drafts is None else drafts.draft_spec(),
+        max_model_len=context_of(spec, None),
         whole_prompts=spec.bidirectional,
     )
 

@@ -38,13 +38,13 @@ from tllm.planner.bounds.whole_layers import RankSize, least_of_whole_layers
 from tllm.planner.cluster.device import Cluster, Device, Points
 from tllm.planner.cluster.device_kinds import best_bandwidths
 from tllm.planner.cluster.profile import between
-from tllm.planner.cost.flops import layer_flops, logits_flops
+from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.rank_work import (
     LayerGradients,
     TrainingFacts,
+    both_passes,
     forward_only_layers,
     layer_gradients,
-    passes_of,
 )
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.spec.cut import cut_stage
@@ -142,13 +142,15 @@ def _least(
     share a layer send over this link (bytes per second; infinite: where none is shared)."""
     (whole,) = cut_stage(spec, (1,))
     tokens, targets = _tokens(facts)
-    passes, below = passes_of(facts) * facts.microbatches, forward_only_layers(spec, facts)
-    of_each = [layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in spec.layers]
-    layers = facts.microbatches * sum(of_each[:below])
-    layers += (passes + recomputed * facts.microbatches) * sum(of_each[below:])
+    below, layers = forward_only_layers(spec, facts), 0.0
+    for number, layer in enumerate(spec.layers):
+        forward = layer_flops(spec, layer, whole, facts.lengths, facts.before)
+        core = attention_flops(spec, layer, whole, facts.lengths, facts.before)
+        layers += forward if number < below else both_passes(facts, forward, core) + recomputed * forward
+    layers *= facts.microbatches
     sums = sum(_sums(layer, layer_gradients(spec, facts, number)) for number, layer in enumerate(spec.layers))
     waits = facts.microbatches * sums * tokens * spec.hidden_size * facts.item_bytes / link
-    logits = passes * logits_flops(spec, whole, targets)
+    logits = facts.microbatches * both_passes(facts, logits_flops(spec, whole, targets))
     rates = [(_best_rates(device, facts, tokens, targets), count) for device, count in devices.items()]
     ratios = sorted({of_layers / of_logits for (of_layers, of_logits), _ in rates})
     prices = ratios[:: -(-len(ratios) // MOST_PRICES)]

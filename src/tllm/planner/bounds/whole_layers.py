@@ -13,7 +13,7 @@ from tllm.planner.bounds.replica_microbatches import DeviceClasses, StepWork
 from tllm.planner.cost.activations import Microbatch, layer_bytes
 from tllm.planner.cost.flops import attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.rank_bytes import end_parameters, layer_parameters
-from tllm.planner.cost.rank_work import TrainingFacts, forward_only_layers, passes_of
+from tllm.planner.cost.rank_work import TrainingFacts, both_passes, forward_only_layers
 from tllm.spec.cut import Cut, cut_stage
 from tllm.spec.model_spec import ModelSpec
 
@@ -55,19 +55,21 @@ def least_of_whole_layers(
 def _sized(
     spec: ModelSpec, whole: Cut, size: RankSize, bandwidths: Sequence[float], memories: Sequence[float]
 ) -> SizedStep:
-    passes = passes_of(size.facts)
-    of_layer = 1 if forward_only_layers(spec, size.facts) else passes  # each layer counts as the lightest one
-    layer, logits = of_layer * _row_flops(spec, whole, size.facts), passes * _row_logits(spec, whole, size.facts)
+    layer = _row_flops(spec, whole, size.facts)
+    logits = both_passes(size.facts, _row_logits(spec, whole, size.facts))
     seconds = [layer / of_layers for of_layers, _ in size.rates]
     worth = min(logits / of_logits / one for (_, of_logits), one in zip(size.rates, seconds, strict=True))
     return SizedStep(_work(spec, whole, size, worth), _classes(seconds, bandwidths, memories))
 
 
 def _row_flops(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:
-    """Of one row, forward, through the lightest layer."""
-    kinds = set(spec.layers)
-    of_batch = min(layer_flops(spec, layer, whole, facts.lengths, facts.before) for layer in kinds)
-    return of_batch / facts.microbatch_size
+    """Of one row through the lightest layer, forward and, where all of them learn, backward."""
+    of_batch = list[float]()
+    for layer in set(spec.layers):
+        forward = layer_flops(spec, layer, whole, facts.lengths, facts.before)
+        core = attention_flops(spec, layer, whole, facts.lengths, facts.before)
+        of_batch.append(forward if forward_only_layers(spec, facts) else both_passes(facts, forward, core))
+    return min(of_batch) / facts.microbatch_size
 
 
 def _row_logits(spec: ModelSpec, whole: Cut, facts: TrainingFacts) -> float:

@@ -410,10 +410,10 @@ def _lowest_gradients(spec: ModelSpec, adapter: AdapterFacts) -> LayerGradients:
     return LayerGradients(2, 1, any(not name.endswith(("o_proj", "out_proj")) for name in parts))
 
 
-def passes_of(facts: TrainingFacts) -> int:
-    """Products of a forward and a backward pass over those of a forward pass: the weights of a model beside an adapter
-    have no gradients."""
-    return 1 + BACKWARD if facts.adapter is None else BACKWARD
+def both_passes(facts: TrainingFacts, forward: float, core: float = 0.0) -> float:
+    """What a forward and a backward pass take, given a forward pass and what attention's core takes of it: the weights
+    of a model beside an adapter have no gradients, and attention's core has no weights."""
+    return (1 + BACKWARD) * forward if facts.adapter is None else BACKWARD * forward + core
 
 
 def schedule_of(plan: Plan, microbatches: int, forward_only: int = 0) -> Schedule:

@@ -15,10 +15,10 @@ from itertools import combinations, pairwise, product
 
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster, Device
-from tllm.planner.cost.flops import BACKWARD, layer_flops, logits_flops
+from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.grid_work import grid_microbatch
 from tllm.planner.cost.rank_bytes import run_parameters
-from tllm.planner.cost.rank_work import TrainingFacts, deal_microbatches, forward_only_layers, passes_of
+from tllm.planner.cost.rank_work import TrainingFacts, both_passes, deal_microbatches, forward_only_layers
 from tllm.planner.search.device_meshes import Axes, DeviceMesh, EveryMesh
 from tllm.planner.search.layer_cuts import balanced_bounds, even_bounds, lightest_bounds
 from tllm.planner.search.microbatch_deals import (
@@ -226,8 +226,7 @@ class TrainingLayouts:
     ) -> StageSeconds:
         """What the slowest rank of a team takes for a microbatch, a third of it: as much as a forward pass, but where
         an adapter spares gradients. `team`: its devices, those of a cp rank in a row."""
-        passes, below = passes_of(facts) / (1 + BACKWARD), forward_only_layers(self.spec, facts)
-        of_ranks = []
+        below, of_ranks = forward_only_layers(self.spec, facts), list[StageSeconds]()
         cuts = cut_stage(self.spec, shares) if shape is None else cut_grid(self.spec, shape)
         ring = len(team) // len(shares)
         facts = facts.in_ring(ring)
@@ -238,15 +237,16 @@ class TrainingLayouts:
                 batch = grid_microbatch(facts.lengths, facts.item_bytes, shape, place)
                 lengths, before, targets = tuple(batch.lengths), (), batch.target_tokens
             rate = device.matrix_rate(facts.dtype, sum(lengths) // ring) * ring
-            of_kind: dict[object, float] = {}
+            of_kind = dict[object, tuple[float, float]]()
             for layer in self.spec.layers:
                 if layer not in of_kind:
-                    of_kind[layer] = layer_flops(self.spec, layer, cut, lengths, before) / rate
+                    forward = layer_flops(self.spec, layer, cut, lengths, before) / rate
+                    core = attention_flops(self.spec, layer, cut, lengths, before) / rate
+                    of_kind[layer] = forward / (1 + BACKWARD), both_passes(facts, forward, core) / (1 + BACKWARD)
             logits_rate = device.logits_rate(facts.dtype, targets // ring) * ring
-            logits = passes * logits_flops(self.spec, cut, targets) / logits_rate
-            of_layers = [passes if n >= below else 1 / (1 + BACKWARD) for n in range(self.spec.num_layers)]
-            seconds = zip(of_layers, self.spec.layers, strict=True)
-            of_ranks.append(StageSeconds(tuple(part * of_kind[layer] for part, layer in seconds), logits))
+            logits = both_passes(facts, logits_flops(self.spec, cut, targets) / logits_rate) / (1 + BACKWARD)
+            seconds = tuple(of_kind[layer][n >= below] for n, layer in enumerate(self.spec.layers))
+            of_ranks.append(StageSeconds(seconds, logits))
         return slowest(of_ranks)
 
     def _device(self, device: int) -> Device:

@@ -19,19 +19,20 @@ from typing import NamedTuple
 from tllm.core.errors import PlanError
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.cache_room import PAGE_SIZE
+from tllm.planner.cost.flops import attention_flops, forward_flops, layer_flops, training_flops
 from tllm.planner.cost.message_time import transfer_after_compute
 from tllm.planner.cost.rank_work import (
     JudgeFacts,
     TrainingFacts,
     deal_microbatches,
     forward_only_layers,
-    passes_of,
     rank_works,
 )
 from tllm.planner.cost.serving_load import ExpectedBatch, SamplingFacts, ServingFacts
 from tllm.planner.cost.stage_team import whole_model
 from tllm.planner.cost.tensor_parallel.grid_team import stage_teams
 from tllm.planner.simulate.serving import predict_serving
+from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -75,9 +76,7 @@ def role_seconds(
             found["rewards"] = sampling.share * dealt_seconds(reward, serving, reward.devices)
     if facts.reference:
         share = 1.0 if sampling is None else sampling.share
-        learns = 1 - forward_only_layers(spec, facts) / spec.num_layers
-        backward = learns * (passes_of(facts) - 1 + (plan.recompute == "layer"))
-        found["reference"] = share * learning.passes / (1 + facts.value_pass + backward)
+        found["reference"] = share * learning.passes * _forward_share(spec, plan, facts.in_ring(plan.cp))
     if facts.teacher is not None and serving.devices[devices[0]].knows(facts.teacher.dtype):
         found["teacher"] = dealt_seconds(facts.teacher.whole, serving, devices[:1])
     if sampling is not None and sampling.share and sampling.servers:
@@ -86,6 +85,18 @@ def role_seconds(
         waited = sampling.share * apart.gathered + max(0.0, sampling.share * apart.served - hidden)
         found = {"sampling": waited, **found}
     return found
+
+
+def _forward_share(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> float:
+    """Of the flops of all passes that learn, those of one forward pass."""
+    (whole,) = cut_stage(spec, (1,))
+    forward = forward_flops(spec, facts.lengths, facts.predicted, facts.before)
+    is_frozen, below = facts.adapter is not None, forward_only_layers(spec, facts)
+    passes = training_flops(spec, facts.lengths, facts.predicted, is_frozen, facts.before, below)
+    if plan.recompute != "none":
+        again = layer_flops if plan.recompute == "layer" else attention_flops
+        passes += round(sum(again(spec, one, whole, facts.lengths, facts.before) for one in spec.layers[below:]))
+    return forward / (passes + facts.value_pass * forward)
 
 
 def sampling_seconds(

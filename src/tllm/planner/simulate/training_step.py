@@ -282,23 +282,21 @@ class RankStep:
     @property
     def after_backward(self) -> float:
         """Seconds that a step still waits for when the last backward pass is done."""
-        plan, execution = self.setup.plan, self.setup.execution
-        others = self._seconds("replica") + 2 * self._seconds("servers")
-        if plan.zero == 3:
-            others, link = others + self._seconds("edp"), self._link("dp")
-            # Those that others' trainers send beside products travel with the gathers.
-            scattered = 0 if "dp" in dict(execution.overlap) else min(self._scattered(), self.traffic.dp)
-            gathers = sending_seconds(self.traffic.dp - scattered, link)
-            exposed = self._exposed_all_reduces(sending_seconds(scattered, link))
+        execution, zero, sums, gathers = self.setup.execution, self.setup.plan.zero, 0.0, 0.0
+        for group, spread in (("dp", False), ("edp", True)):  # one bucket after another, of whichever parameters
+            link, summed = self._link(group), self._summed(group, spread)
+            gather = sending_seconds(getattr(self.traffic, group) - summed, link)
+            sums += sending_seconds(summed, link)
+            gathers += gather if zero == 3 else execution.exposed_seconds(group, gather, self.compute)
+        exposed = self._exposed_all_reduces(sums)
+        if zero == 3:
             exposed += max(0.0, execution.overlap_excess(gathers, self.compute))
             # Both go by one link: neither hides what the other has no time for.
-            return others + max(exposed, execution.overlap_excess(self._seconds("dp"), self.compute))
-        sums = gathers = 0.0
-        for group, spread in (("dp", False), ("edp", True)):  # one bucket after another, of whichever parameters
-            link, gather = self._link(group), self._new_weights(spread) if plan.zero else 0
-            sums += sending_seconds(getattr(self.traffic, group) - gather, link)
-            gathers += execution.exposed_seconds(group, sending_seconds(gather, link), self.compute)
-        return others + self._exposed_all_reduces(sums) + gathers
+            both = self._seconds("dp") + self._seconds("edp")
+            exposed = max(exposed, execution.overlap_excess(both, self.compute))
+        else:
+            exposed += gathers
+        return self._seconds("replica") + 2 * self._seconds("servers") + exposed
 
     def _exposed_all_reduces(self, all_reduces: float) -> float:
         """Of the seconds of all-reduces of gradients over replicas, those that outlast the last backward pass; or the
@@ -314,20 +312,22 @@ class RankStep:
         buckets = fill_order(sizes, facts.bucket_bytes)
         return exposed_seconds(buckets, all_reduces, last.backward_input + last.backward_weight)
 
-    def _scattered(self) -> float:
-        """Bytes that the rank sends of its gradients, which are reduce-scattered (ZeRO 1 to 3)."""
-        facts, parameters = self.setup.facts, [one for one in self._parameters() if not one.spread]
-        share = facts.gradient_share(parameters, self.setup.spec.hidden_size)
-        return scattered_bytes(self._elements(False), self.work.replicas, facts, share)
-
-    def _new_weights(self, spread: bool) -> int:
-        """Bytes that the rank sends when new weights are gathered after an update."""
+    def _summed(self, group: str, spread: bool) -> float:
+        """Bytes that the rank sends of the gradients that a group sums, of experts that replicas divide (`spread`) or
+        of all others; the rest of what it sends there are weights that are gathered."""
+        sent: int = getattr(self.traffic, group)
+        facts, zero = self.setup.facts, self.setup.plan.zero
+        if not zero:
+            return sent
         ranks = self.work.expert_replicas if spread else self.work.replicas
-        return all_gather(self._elements(spread) // ranks * self.setup.facts.learned_bytes, ranks)
-
-    def _elements(self, spread: bool) -> int:
-        """Of the parameters that all replicas hold, or of experts that they divide (`spread`)."""
-        return sum(padded_elements(parameter) for parameter in self._parameters() if parameter.spread == spread)
+        parameters = [one for one in self._parameters() if one.spread == spread]
+        elements = sum(map(padded_elements, parameters))
+        if zero < 3:
+            return sent - all_gather(elements // ranks * facts.learned_bytes, ranks)
+        if group in dict(self.setup.execution.overlap):
+            return 0.0  # what others' trainers send beside products travels with the gathers
+        share = facts.gradient_share(parameters, self.setup.spec.hidden_size)
+        return min(scattered_bytes(elements, ranks, facts, share), sent)
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for unit in self.work.learned(self.setup.spec) for parameter in unit]
@@ -344,8 +344,7 @@ class RankStep:
         tp = self._seconds("tp", self._all_reduces(), in_turn)
         share = expected_dispatch_share(setup.spec, setup.plan, self.work) if setup.plan.ep > 1 else 1.0
         ep = self._seconds("ep", 3 * experts + (3 * again - 1) * trained, share)
-        round_again = setup.plan.recompute != "none"  # of the ring, also where attention's core alone is computed again
-        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (2 + round_again) * learning))
+        cp = self._seconds("cp", (setup.plan.cp - 1) * (layers + (2 + self._attends_again) * learning))
         in_groups = (("tp", tp), ("ep", ep))
         exposed = [setup.execution.exposed_seconds(group, seconds, self.compute) for group, seconds in in_groups]
         return sum(exposed) + max(0.0, cp - self._attention())
@@ -355,22 +354,22 @@ class RankStep:
         """How often each layer all-reduces its rows over tp: forward, again where it is recomputed, and backward."""
         return 3 if self.setup.plan.recompute == "layer" else 2
 
+    @property
+    def _attends_again(self) -> bool:
+        """Whether attention's core is computed once more for the backward pass, and its ring goes round again."""
+        return self.setup.plan.recompute != "none"
+
     def _all_reduces(self) -> int:
         """Messages of a microbatch over tp that are waited for. A long all-reduce is two of them, one after the other
-        (reduce-scatter and all-gather). Norms over all heads' queries and keys have a short one each, and experts
-        beside an MLP one more for their rows."""
+        (reduce-scatter and all-gather). Norms over all heads' queries and keys have a short one each; rows of experts
+        beside an MLP go in one message with the MLP's."""
         shape = self.setup.plan.grid
         if shape is not None:
             return rounds_on_grid(self.setup.spec, shape, len(self.setup.spec.layers), self._passes_over_tp == 3)
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
-        spec, again = self.setup.spec, self._passes_over_tp - 1
-        passes = sum(map(len, self.work.runs)) + again * sum(map(len, self.learning))
-        beside, beside_again = (
-            sum(spec.layers[number].hidden_sums - 2 for run in runs for number in run)
-            for runs in (self.work.runs, self.learning)
-        )
-        rows = 2 * passes + beside + (again - 1) * beside_again - sum(map(self._unasked, self.work.runs))
-        return round(rows * phases) + (2 * passes if spec.qk_norm == "full" else 0)
+        passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
+        rows = 2 * passes - sum(map(self._unasked, self.work.runs))
+        return round(rows * phases) + (2 * passes if self.setup.spec.qk_norm == "full" else 0)
 
     def _unasked(self, run: range) -> float:
         """Sums over tp that the backward pass of a run's layers does without: of inputs that want no gradient, in the
@@ -383,8 +382,8 @@ class RankStep:
     def _attention(self) -> float:
         """Seconds of a step's attention, which hides a ring's messages."""
         learns = [len(run) / len(whole) for run, whole in zip(self.learning, self.work.runs, strict=True)]
-        passes = zip(self.passes, learns, strict=True)
-        return self.work.microbatches * sum((1 + BACKWARD * share) * seconds.attention for seconds, share in passes)
+        passes, backward = zip(self.passes, learns, strict=True), BACKWARD + self._attends_again
+        return self.work.microbatches * sum((1 + backward * share) * seconds.attention for seconds, share in passes)
 
     def _seconds(self, group: str, messages: int = 0, share: float = 1.0) -> float:
         """Seconds of a `share` of a step's bytes in a group, in so many messages of each microbatch, one by one."""

@@ -28,8 +28,8 @@ from tllm.planner.cost.rank_bytes import AdapterFacts
 from tllm.planner.cost.rank_work import SharedPrompts, TrainingFacts
 from tllm.planner.memory.heap import TRAINER_BYTES
 from tllm.planner.search.promising_meshes import WIDTHS
-from tllm.planner.search.training_constraints import MICROBATCHES
-from tllm.planner.search.training_layouts import CHUNKS, MOST_DEVICES
+from tllm.planner.search.training_constraints import MICROBATCHES, TrainingConstraints
+from tllm.planner.search.training_layouts import CHUNKS, MOST_DEVICES, TrainingLayouts
 from tllm.planner.search.training_search import best_training
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 from tllm.spec.plan import Plan, Stage
@@ -442,6 +442,19 @@ def test_of_one_device_it_is_what_the_step_takes() -> None:
     seconds = training_flops(spec, [64]) * 3 / 3e9
     assert least_step_seconds(spec, cluster, facts, (1,)) == pytest.approx(seconds, rel=1e-12)
     assert least_seconds(spec, cluster, facts) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+def test_of_one_device_beside_an_adapter_it_is_that_too(layers: tuple[int, ...]) -> None:
+    """Attention, of which most of these long rows' layers are, has all of its gradients."""
+    spec, device = spec_of(3), Device(2**36, (("float32", ((1.0, 3e9),)),), 1e10)
+    facts = TrainingFacts(8192, 2, adapter=AdapterFacts(2, ("q_proj",), layers=layers))
+    cluster = Cluster(("a",), (device,), (0,), (None,))
+    seconds = 2 * training_flops(spec, [8192], is_frozen=True, forward_only=layers[0] if layers else 0) / 3e9
+    assert least_step_seconds(spec, cluster, facts, (1,)) == pytest.approx(seconds, rel=1e-12)
+    assert least_seconds(spec, cluster, facts) == pytest.approx(seconds, rel=1e-12)
+    (first, *_) = TrainingLayouts(spec, cluster, facts, TrainingConstraints((1,)))
+    assert first.lower_bound == pytest.approx(seconds, rel=1e-12)
 
 
 def test_devices_count_by_their_speed_for_what_they_do_best() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.unit.engine.kits import FakeRing, limits, request
 from tests.unit.planner.search.test_serving_search import FACTS, spec_of
 from tests.unit.planner.simulate.test_role_seconds import cluster
+from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.planner.cost.flops import attention_flops
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
@@ -48,6 +50,14 @@ def test_prompts_are_computed_whole_as_the_scheduler_has_them(prompt: int, reque
     assert load.chunks == len(ring.sizes)
     assert load.prefill.tokens == pytest.approx(sum(map(sum, ring.sizes)) / len(ring.sizes))
     assert load.prefill.keys == prompt
+
+
+def test_prompts_that_are_simulated_share_a_batch_of_the_models_context() -> None:
+    """`tllm simulate` names no longest sequence: batches of 1024 tokens were taken, half of what two prompts have."""
+    drafts: dict[str, Any] = dict(num_speculative_tokens=0, acceptance=0.0, speculative_config=None)
+    args = argparse.Namespace(prompt=600, reply=9, concurrency=2, kv_cache_dtype="auto", **drafts)
+    asked = serving_facts(args, replace(BOTH_WAYS, max_model_len=1200), "float32")
+    assert ServingLoad(1, asked).chunks == 1 and ServingLoad(1, replace(asked, max_model_len=None)).chunks == 2
 
 
 def test_a_prompt_passes_one_stage_after_another() -> None:

@@ -153,9 +153,10 @@ def test_sums_over_dp_are_hidden_by_the_last_backward_pass() -> None:
     assert sharded.gradients == pytest.approx(0.9 * backward / 2, rel=0.01)
 
 
-@pytest.mark.parametrize(("zero", "exposed"), [(0, 0.0), (1, 0.5)])
+@pytest.mark.parametrize(("zero", "exposed"), [(0, 0.0), (1, 0.5), (3, 0.0)])
 def test_sums_of_experts_that_replicas_divide_are_hidden_too(zero: int, exposed: float) -> None:
-    """All of them were predicted to come after the last backward pass; what nothing hides are gathered weights."""
+    """All of them were predicted to come after the last backward pass; what nothing hides are gathered weights, but
+    for those of each use with ZeRO 3."""
     spec = replace(SPEC, layers=(replace(SPEC.layers[0], moe=MoeSpec(6, 2, 32)),) * 8)
     plan, facts = Plan.parse(f"dp=4,ep=2,zero={zero}", SPEC.num_layers), replace(FACTS, bucket_bytes=4096)
     sent = step_traffic(spec, plan, facts)[0].edp
@@ -188,13 +189,15 @@ def test_sums_over_tp_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("layer", 3)])
-def test_norms_over_all_heads_and_experts_beside_an_mlp_are_sums_of_their_own(recompute: str, passes: int) -> None:
-    """Those of queries and keys in each pass; the experts' rows in the forward ones."""
+def test_norms_over_all_heads_are_sums_of_their_own_and_experts_beside_an_mlp_are_not(
+    recompute: str, passes: int
+) -> None:
+    """Those of queries and keys in each pass. What experts make goes in one message with what the MLP makes."""
     plan, link = Plan.parse(f"tp=2,recompute={recompute}", SPEC.num_layers), LinkSpeed(latency=0.01)
     beside = MoeSpec(6, 2, 32, beside_mlp=True, style="gemma4")
     for spec, more in (
         (replace(SPEC, qk_norm="full"), 2 * passes),
-        (replace(SPEC, layers=(replace(SPEC.layers[0], moe=beside),) * 8), passes - 1),
+        (replace(SPEC, layers=(replace(SPEC.layers[0], moe=beside),) * 8), 0),
     ):
         got = predict_step(spec, plan, FACTS, SPEED, link)
         assert got.layers == pytest.approx(12 * 8 * (2 * passes + more) * 0.01)
@@ -212,6 +215,19 @@ def test_a_ring_goes_round_again_where_attention_is_computed_again(recompute: st
     plan = Plan.parse(f"cp=2,recompute={recompute}", SPEC.num_layers)
     one, two = (predict_step(SPEC, plan, FACTS, SPEED, LinkSpeed(latency=late)).layers for late in (1.0, 2.0))
     assert two - one == pytest.approx(12 * 8 * rounds)
+
+
+def test_attention_that_is_computed_again_hides_its_ring_again() -> None:
+    """All three passes of a ring take as long as attention in them, or a part longer than that."""
+    none, again = Plan.parse("cp=2", SPEC.num_layers), Plan.parse("cp=2,recompute=selective", SPEC.num_layers)
+    core = 12 * 8 * attention_flops(SPEC, SPEC.layers[0], cut_stage(SPEC, (1,))[0], [64]) / 2 / SPEED
+    groups = dict.fromkeys(("tp", "pp", "dp", "edp", "ep", "replica", "servers"), FREE)
+    for plan, passes in ((none, 3), (again, 4)):
+        sent = max(traffic.cp for traffic in step_traffic(SPEC, plan, FACTS))
+        for times in (0.99, 1.5):
+            link = LinkSpeed(bandwidth=sent / (times * passes * core))
+            got = predict_step(SPEC, plan, FACTS, SPEED, {**groups, "cp": link}).layers
+            assert got == pytest.approx(max(0.0, times - 1) * passes * core)
 
 
 def test_a_faster_rank_has_sent_its_part_of_a_sum_before() -> None:
