@@ -1,8 +1,9 @@
 """Where chat templates run: a Jinja sandbox with a clock and a limit on how large anything may grow.
 
 A template comes with a model, from whoever made it. No single step of one may make more than `MAX_OUTPUT` characters,
-nor look at more values than that, nor may all that it writes be more than a few times that; the clock is looked at in
-between. A list that holds one list twice, and so on, is small and means very much: it is what it means that counts.
+nor look at more values than that, nor may all that it writes be more than a few times that, nor all that its steps make
+more than `MAX_MADE` bytes; the clock is looked at in between. A list that holds one list twice, and so on, is small and
+means very much: it is what it means that counts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from contextvars import ContextVar
@@ -29,6 +31,7 @@ MAX_TEMPLATE = 1 << 20  # characters of a template
 MAX_OUTPUT = 16 << 20  # characters that a template may produce
 MAX_WRITTEN = 4 * MAX_OUTPUT  # all that is written, into macros and blocks too, and from them once more
 MAX_ITEMS = 1 << 20  # of a list that is repeated
+MAX_MADE = 1 << 30  # bytes of all texts and lists that steps make, as any of them may be kept
 MAX_SECONDS = 1.0  # of a processor
 WIDE = re.compile(r"\d{7,}")  # a width in a format that asks for millions of characters
 NUMBER = re.compile(r"\d+")
@@ -84,7 +87,7 @@ class _Budget:
     """What one rendering may still take: seconds of the processor, as it is no template's fault that others have it."""
 
     def __init__(self, seconds: float) -> None:
-        self.left = MAX_WRITTEN
+        self.left, self.left_to_make = MAX_WRITTEN, MAX_MADE
         self._soonest = time.monotonic() + seconds  # before which it cannot have used them; this clock is read quickly
         self._until = time.thread_time() + seconds
 
@@ -233,7 +236,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def joined(*values: Any) -> str:
         """What `~` makes of values."""
         _check_weight(values)
-        return "".join(map(str, values))
+        return _made("".join(map(str, values)))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic, where repetition and powers could fill the memory in one step."""
@@ -257,12 +260,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateLimit(f"the template takes a power of a number of {left.bit_length()} bits")
         if operator == "+" and hasattr(left, "__len__"):
             _check_size(len(left))
-        return super().call_binop(context, operator, left, right)
+        return _made(super().call_binop(context, operator, left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """What stands at a place, which may be found by the hash of all that `argument` holds."""
         _check_weight(argument)
-        return super().getitem(obj, argument)
+        found = super().getitem(obj, argument)
+        return _made(found) if isinstance(argument, slice) else found
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call from a template. What is not the template's own may compare, hash or show all that it is given;
@@ -281,7 +285,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if name in ("format", "format_map"):
                 _check_format(owner, given)
                 _check_repeated(owner, given)
-        return super().call(context, obj, *args, **kwargs)
+        return _made(super().call(context, obj, *args, **kwargs))
 
 
 def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,7 +312,7 @@ def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
         result = made(*before, value, *others, **kwargs)
         if isinstance(result, str):
             _check_size(len(result))
-        return result
+        return _made(result)
 
     return checked
 
@@ -334,6 +338,17 @@ def _spend(length: int) -> None:
         budget.left -= length
         if budget.left < 0:
             raise TemplateLimit(f"the template writes more than {MAX_WRITTEN} characters in all")
+
+
+def _made(value: Any) -> Any:
+    """What a step gives, with its bytes counted among those of all steps. Those of what a list holds are left out: most
+    often another step has made that."""
+    budget = _budget.get()
+    if budget is not None and isinstance(value, str | list | tuple | dict):
+        budget.left_to_make -= sys.getsizeof(value)
+        if budget.left_to_make < 0:
+            raise TemplateLimit(f"the template makes more than {MAX_MADE} bytes in all")
+    return value
 
 
 def _check_growth(length: int, given: Iterable[Any]) -> None:

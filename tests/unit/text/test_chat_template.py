@@ -260,6 +260,17 @@ def test_a_template_has_a_second_of_the_processor_whatever_the_clock_says(monkey
     assert next(used, None) is None, "the loop went on after half a second"
 
 
+@pytest.mark.parametrize(
+    "made", ["x * (90000 + i)", "x * 90000 ~ i", "(x * 90000)[i:]", "(x * 90000) | upper", "[i] * 90000"]
+)
+def test_what_a_template_keeps_is_bounded_by_what_it_makes(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_MADE", 1 << 22)
+    source = "{% set n = namespace(all=[]) %}{% set x = 'x' %}{% for i in range(300) %}{% set n.all = n.all + [MADE] %}"
+    template = ChatTemplate(source.replace("MADE", made) + "{% endfor %}")
+    with pytest.raises(RequestError, match="makes more than 4194304 bytes in all"):
+        template.render(CHATS[0])
+
+
 def test_messages_are_data_not_template() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     assert template.render([{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}]) == "{{ 7 * 7 }}{% raw %}"
