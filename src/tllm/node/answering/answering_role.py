@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tllm.cluster.certificates import Identity
+from tllm.cluster.channel import Gone
 from tllm.cluster.messages import RoleTaken, TakeRole
 from tllm.cluster.tls import data_server
 from tllm.cluster.weight_messages import role_file
@@ -94,7 +95,7 @@ class AnsweringRole:
 
 def _weights(order: TakeRole, control: Control) -> ByteSource | None:
     """The model's files on this node, if they are the same, else the coordinator's, read as they are needed: LinkClosed
-    once the node is to do something else. None where all weights come from the run."""
+    once the node is to do something else, or its coordinator is gone. None where all weights come from the run."""
     folder = Path(order.folder)
     if order.files and same_model(folder, order.files):
         return LocalFiles(folder)
@@ -104,6 +105,9 @@ def _weights(order: TakeRole, control: Control) -> ByteSource | None:
     def ask(file: str, start: int, stop: int) -> bytes:
         if not control.inbox.orders.empty():
             raise LinkClosed("this node has the role no more")
-        return control.fetch(role_file(order.role, file), start, stop)
+        try:
+            return control.fetch(role_file(order.role, file), start, stop)
+        except Gone as error:  # the node looks for another, and the run asks again
+            raise LinkClosed(error.message) from error
 
     return RemoteFiles(ask, {file.name: file.size for file in order.files})

@@ -219,9 +219,9 @@ class LoraAdapters:
                 await self._ask_each(message)
                 return
             except ClusterError:
-                if not left:
+                await self._recovery.until(partial(self._is_over, message.epoch), CHANGE_SECONDS)
+                if not left or not self._is_over(message.epoch):  # no node is lost: one refuses
                     raise
-            await self._recovery.until(partial(self._is_over, message.epoch), CHANGE_SECONDS)
 
     async def _ask_each(self, message: LoadAdapter) -> None:
         refusals, members = list[TllmError](), self._coordinator.members
@@ -239,7 +239,7 @@ class LoraAdapters:
             raise refusals[0]
 
     def _is_over(self, epoch: int) -> bool:
-        return self._coordinator.state.epoch != epoch
+        return not self._recovery.is_open or self._coordinator.state.epoch != epoch
 
 
 def adaptable_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:

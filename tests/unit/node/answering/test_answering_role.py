@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tllm.cluster.certificates import Authority
+from tllm.cluster.channel import Gone
 from tllm.cluster.messages import TakeRole
 from tllm.cluster.weight_messages import ModelFileFacts
 from tllm.core.errors import LinkClosed
@@ -21,7 +22,8 @@ from tllm.training.teachers.teacher_messages import TEACHING
 def test_who_reads_the_model_of_a_role_tells_of_it_and_stops_when_the_node_is_to_do_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A sampler of an adapter reads its model when a run comes, and read on for minutes where the node was awaited."""
+    """A sampler of an adapter reads its model when a run comes, and read on for minutes where the node was awaited. If
+    the coordinator was lost meanwhile, the run was told that the node cannot sample, and ended."""
     files: list[Any] = []
 
     def read(order: Any, weights: Any, device: Any, groups: Any, progress: Any) -> Any:
@@ -31,9 +33,14 @@ def test_who_reads_the_model_of_a_role_tells_of_it_and_stops_when_the_node_is_to
 
     monkeypatch.setattr(answering_role, "ANSWERERS", {"teacher": (TEACHING, read)})
     heard, orders = list[tuple[int, int]](), queue.SimpleQueue[object]()
-    control = SimpleNamespace(
-        fetch=lambda file, start, stop: bytes(stop - start), inbox=SimpleNamespace(asker=None, orders=orders)
-    )
+    is_gone = False
+
+    def fetch(file: str, start: int, stop: int) -> bytes:
+        if is_gone:
+            raise Gone("the coordinator went away before it answered ReadBytes")
+        return bytes(stop - start)
+
+    control = SimpleNamespace(fetch=fetch, inbox=SimpleNamespace(asker=None, orders=orders))
     given: Any = (
         SimpleNamespace(address=("127.0.0.1", 0)),
         Authority.create().identity("east"),
@@ -45,6 +52,9 @@ def test_who_reads_the_model_of_a_role_tells_of_it_and_stops_when_the_node_is_to
     role = AnsweringRole(order, *given, lambda *read: heard.append(read))
     assert heard == [(1, 2)]
     assert files[0].read(file.name, 0, 2**17) == bytes(2**17)
+    is_gone = True
+    with pytest.raises(LinkClosed, match="the coordinator went away"):
+        files[0].read(file.name, 2**17, 2**18)
     orders.put("another part")
     with pytest.raises(LinkClosed, match="this node has the role no more"):
         files[0].read(file.name, 2**17, 2**18)

@@ -21,7 +21,7 @@ from tllm.cluster.consensus.replica import Deposed
 from tllm.cluster.heartbeat import LATE_SECONDS
 from tllm.cluster.messages import AdapterReady, Heartbeat, LoadAdapter, NodeFacts, Outputs, UnloadAdapter
 from tllm.cluster.state import NodeHeard, NodeJoined, NodeLost, Planned, RankBroken, RankReady
-from tllm.core.errors import CapacityError, ClusterError, ConfigError, WeightsError
+from tllm.core.errors import CapacityError, ClusterError, ConfigError, TllmError, WeightsError
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.serve import serving
@@ -326,18 +326,22 @@ def test_an_adapter_that_is_loaded_while_a_node_is_lost_waits_for_the_next_epoch
     assert not list(cluster.coordinator.weights.adapters), "and nothing is kept of it"
 
 
-def test_an_adapter_that_a_node_has_no_room_for_leaves_its_rank_as_it_is(
-    cluster: Serving, model: Path, tmp_path: Path
+@pytest.mark.parametrize("refusal", [CapacityError("out of memory", "give it more"), ClusterError("it is too slow")])
+def test_an_adapter_that_a_node_refuses_leaves_its_rank_as_it_is(
+    cluster: Serving, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: TllmError
 ) -> None:
-    """Its refusal counted as one of its part: all requests paused, and the next epoch began."""
+    """Its refusal counted as one of its part: all requests paused, and the next epoch began. Later one that might also
+    have come of a lost node was asked for four times, each as long as the first."""
+    monkeypatch.setattr("tllm.node.serve.lora_adapters.CHANGE_SECONDS", 0.1)
 
     class Lacking:
         def __init__(self, node: str) -> None:
-            self.node, self.posted = node, list[Any]()
+            self.node, self.asked, self.posted = node, 0, list[Any]()
 
         async def ask(self, message: LoadAdapter, seconds: float) -> AdapterReady:
+            self.asked += 1
             if self.node == "b":
-                raise CapacityError("out of memory", "give it more")
+                raise refusal
             return AdapterReady(0)
 
         def post(self, message: Any) -> None:
@@ -346,9 +350,10 @@ def test_an_adapter_that_a_node_has_no_room_for_leaves_its_rank_as_it_is(
     channels: dict[str, Any] = {node: Lacking(node) for node in "ab"}
     cluster.coordinator.members.channels = channels
     cluster.recovery.is_open = True
-    with pytest.raises(CapacityError, match=r"^node b \(rank 1, .*\): out of memory"):
+    with pytest.raises(type(refusal), match=rf"^node b \(rank 1, .*\): {refusal.message}"):
         asyncio.run(cluster.adapters.load("x", str(save_adapter(model, tmp_path / "x"))))
     assert cluster.health().ready and not list(cluster.coordinator.weights.adapters)
+    assert [channels[node].asked for node in "ab"] == [1, 1]
     assert [type(message) for message in channels["a"].posted] == [UnloadAdapter], "who has it lets go of it"
 
 
