@@ -356,6 +356,24 @@ def test_an_answer_that_is_too_large_is_refused_and_the_channel_goes_on() -> Non
     play(scene)
 
 
+def test_a_refusal_that_nobody_is_there_to_hear_is_no_failure_of_the_channel() -> None:
+    """A node that goes while its question is refused went away: another error of a node ends the whole work."""
+
+    async def start(message: Start) -> Started:
+        node.abort()
+        raise PlanError("three ranks of two")
+
+    async def scene() -> None:
+        nonlocal node
+        coordinator, node, _ = pair()
+        await coordinator.write(QUESTION, 1, Start(0))
+        with pytest.raises(Gone, match="coordinator went away"):
+            await node.run({Start: start})
+
+    node: Channel
+    play(scene)
+
+
 def test_a_message_that_is_too_large_is_not_sent() -> None:
     async def scene() -> None:
         coordinator, _node, _ = pair(limit=100)
