@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import msgspec
 
 from tllm.cluster.messages import MEMBER_BYTES, Message, Refused
-from tllm.cluster.remote_errors import error_of, refused
+from tllm.cluster.remote_errors import error_of, printable, refused
 from tllm.cluster.tls import peer_name
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 
@@ -179,7 +179,7 @@ class Channel:
         try:
             return Frame(kind, number, self._decoder.decode(body))
         except UNREADABLE as error:
-            raise self._refused(f"sent {length} bytes that are no message: {error}") from error
+            raise self._refused(f"sent {length} bytes that are no message: {printable(str(error))}") from error
 
     async def receive_within(self, seconds: float) -> Frame | None:
         """As `receive`, for an end that does not `run` yet. ClusterError when nothing comes in time."""

@@ -374,6 +374,19 @@ def test_a_refusal_that_nobody_is_there_to_hear_is_no_failure_of_the_channel() -
     play(scene)
 
 
+def test_what_is_told_of_a_message_that_is_none_neither_moves_a_cursor_nor_begins_a_line() -> None:
+    """It may come from whoever answers a node that joins, and is shown on that machine's terminal."""
+
+    async def scene() -> None:
+        coordinator, _node, arriving = pair()
+        arriving.feed_data(frame(msgspec.msgpack.encode({"type": "Heartbeat", "\x1b[2J\nall is well": 1})))
+        with pytest.raises(ClusterError, match="all is well") as caught:
+            await coordinator.receive()
+        assert caught.value.message.isprintable()
+
+    play(scene)
+
+
 def test_a_message_that_is_too_large_is_not_sent() -> None:
     async def scene() -> None:
         coordinator, _node, _ = pair(limit=100)
