@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import msgspec
 
 from tllm.cluster.messages import MEMBER_BYTES, Message, Refused
-from tllm.cluster.remote_errors import error_of, refused
+from tllm.cluster.remote_errors import error_of, printable, refused
 from tllm.cluster.tls import peer_name
 from tllm.core.errors import UNREADABLE, ClusterError, TllmError
 
@@ -179,7 +179,7 @@ class Channel:
         try:
             return Frame(kind, number, self._decoder.decode(body))
         except UNREADABLE as error:
-            raise self._refused(f"sent {length} bytes that are no message: {error}") from error
+            raise self._refused(f"sent {length} bytes that are no message: {printable(str(error))}") from error
 
     async def receive_within(self, seconds: float) -> Frame | None:
         """As `receive`, for an end that does not `run` yet. ClusterError when nothing comes in time."""
@@ -206,22 +206,7 @@ class Channel:
 
     async def write(self, kind: int, number: int, message: Message | None) -> None:
         """Send one message of any kind. Gone when nobody is there to take it, ClusterError when it is not taken."""
-        body = b"" if message is None else _encode(message)
-        if len(body) > self.limit:
-            raise ClusterError(f"a {_name(message)} of {len(body)} bytes is too large for {self.peer}: {self.limit}")
-        if self._writer.is_closing():
-            raise Gone(f"{self.peer} went away")
-        self._writer.write(HEAD.pack(len(body), kind, number) + body)
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await self._writer.drain()
-        except TimeoutError as error:
-            self.abort()
-            raise ClusterError(f"{self.peer} took nothing from its channel for {SEND_SECONDS:g} s") from error
-        except ConnectionError as error:
-            raise Gone(f"{self.peer} went away") from error
-        except OSError as error:
-            raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
+        await self._push(self._framed(kind, number, message))
 
     def post(self, message: Message) -> None:
         """Send without waiting; nothing happens when the channel is closed."""
@@ -246,6 +231,28 @@ class Channel:
     def abort(self) -> None:
         """Close at once."""
         self._writer.transport.abort()
+
+    def _framed(self, kind: int, number: int, message: Message | None) -> bytes:
+        """A message as it goes over the wire. ClusterError for one that is too large."""
+        body = b"" if message is None else _encode(message)
+        if len(body) > self.limit:
+            raise ClusterError(f"a {_name(message)} of {len(body)} bytes is too large for {self.peer}: {self.limit}")
+        return HEAD.pack(len(body), kind, number) + body
+
+    async def _push(self, frame: bytes) -> None:
+        if self._writer.is_closing():
+            raise Gone(f"{self.peer} went away")
+        self._writer.write(frame)
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await self._writer.drain()
+        except TimeoutError as error:
+            self.abort()
+            raise ClusterError(f"{self.peer} took nothing from its channel for {SEND_SECONDS:g} s") from error
+        except ConnectionError as error:
+            raise Gone(f"{self.peer} went away") from error
+        except OSError as error:
+            raise ClusterError(f"the channel to {self.peer} broke: {error}") from error
 
     async def _take(self, frame: Frame, acts: Mapping[type, Act], tasks: asyncio.TaskGroup) -> None:
         if frame.kind in (ANSWER, ITEM, END, REFUSAL):
@@ -280,14 +287,13 @@ class Channel:
                 return
             answer = await result
             assert answer is not None, "a question needs an answer"
-            await self.write(ANSWER, number, answer)
+            frame = self._framed(ANSWER, number, answer)
         except TllmError as error:  # an answer that is too large, too
-            if self._writer.is_closing():
-                raise
             told = f"{self.peer} asked for {_name(message)}: {error.message}"
             log.log(logging.DEBUG if told == self._told else logging.INFO, "%s", told)
             self._told = told
-            await self.write(REFUSAL, number, refused(error))
+            frame = self._framed(REFUSAL, number, refused(error))
+        await self._push(frame)
 
 
 class _Closed(Exception):

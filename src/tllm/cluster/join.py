@@ -105,7 +105,7 @@ async def attach(
 
     `epoch` and `rank` are the last that this node had, and `role` what it does beside any plan.
     """
-    channel = await _knock(address, member_client(identity), ToNode, MEMBER_BYTES)
+    channel = await knock(address, member_client(identity), COORDINATOR, ToNode, MEMBER_BYTES, KNOCK_SECONDS)
     try:
         return channel, await _question(channel, Attach(PROTOCOL, facts, epoch, rank, role), Attached)
     except BaseException:
@@ -114,25 +114,27 @@ async def attach(
 
 
 async def _ask(address: Address, context: ssl.SSLContext, message: Message, wanted: type[Any]) -> Any:
-    channel = await _knock(address, context, ToGuest, GUEST_BYTES)
+    channel = await knock(address, context, COORDINATOR, ToGuest, GUEST_BYTES, KNOCK_SECONDS)
     try:
         return await _question(channel, message, wanted)
     finally:
         await channel.close()
 
 
-async def _knock(address: Address, context: ssl.SSLContext, accepts: Any, limit: int) -> Channel:
-    """Connect, again and again while the coordinator turns everybody away who comes. TurnedAway if it does for long."""
-    until, wait = time.monotonic() + KNOCK_SECONDS, FIRST_KNOCK
+async def knock(
+    address: Address, context: ssl.SSLContext, name: str, accepts: Any, limit: int, seconds: float
+) -> Channel:
+    """Connect, again and again while `name` turns everybody away who comes. TurnedAway if it does for `seconds`."""
+    until, wait = time.monotonic() + seconds, FIRST_KNOCK
     while True:
         try:
-            return await connect_tls(address, context, COORDINATOR, accepts, limit, REACH_SECONDS)
+            return await connect_tls(address, context, name, accepts, limit, REACH_SECONDS)
         except TurnedAway as error:
             pause = random.uniform(wait / 2, wait)
             if time.monotonic() + pause > until:
                 raise
             if wait == FIRST_KNOCK:
-                log.warning("%s; knocks again for up to %g s", error.message, KNOCK_SECONDS)
+                log.warning("%s; knocks again for up to %g s", error.message, seconds)
         await asyncio.sleep(pause)
         wait = min(2 * wait, LONGEST_KNOCK)
 

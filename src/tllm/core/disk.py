@@ -94,6 +94,10 @@ def write_whole(path: Path, content: bytes, variable: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}", f"free some space, or set {variable}") from error
 
 
+MOST_OPEN = 10_240
+"""Files that macOS lets a process have open where it names no limit (OPEN_MAX)."""
+
+
 def open_files(wanted: int) -> int:
     """How many files this process may have open: as many as are `wanted`, or fewer where the system leaves fewer. Its
     own limit is raised as far as it must be."""
@@ -101,7 +105,7 @@ def open_files(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY:
         return wanted
     if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        soft = max(soft, min(wanted, MOST_OPEN if hard == resource.RLIM_INFINITY else hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return min(soft, wanted)
 

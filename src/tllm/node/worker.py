@@ -369,7 +369,7 @@ class Worker:
             raise lack from error  # the node goes on without it
 
     def supersede(self, assign: Assign) -> None:
-        self._listener.end_epochs_before(assign.epoch)
+        self._listener.end_epochs_before(assign.cluster, assign.epoch)
         self.interrupt()
 
     def interrupt(self) -> None:

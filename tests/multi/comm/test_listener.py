@@ -360,7 +360,7 @@ def test_a_new_epoch_wakes_whoever_opens_links_of_the_old_one(
     """One rank of the old epoch never dials, another is not there: waiting for them would take a minute."""
     listener, patient = Listener("127.0.0.1", 0, contexts[0] if contexts else None), LinkOptions(deadline=PATIENT)
     for epoch, wires in ((5, [Wire(2, 1)]), (7, [Wire(1, 0)])):
-        timer = threading.Timer(0.3, listener.end_epochs_before, [epoch + 1])
+        timer = threading.Timer(0.3, listener.end_epochs_before, ["test", epoch + 1])
         timer.start()
         start = time.monotonic()
         with pytest.raises(LinkError):

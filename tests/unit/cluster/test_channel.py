@@ -356,6 +356,37 @@ def test_an_answer_that_is_too_large_is_refused_and_the_channel_goes_on() -> Non
     play(scene)
 
 
+def test_a_refusal_that_nobody_is_there_to_hear_is_no_failure_of_the_channel() -> None:
+    """A node that goes while its question is refused went away: another error of a node ends the whole work."""
+
+    async def start(message: Start) -> Started:
+        node.abort()
+        raise PlanError("three ranks of two")
+
+    async def scene() -> None:
+        nonlocal node
+        coordinator, node, _ = pair()
+        await coordinator.write(QUESTION, 1, Start(0))
+        with pytest.raises(Gone, match="coordinator went away"):
+            await node.run({Start: start})
+
+    node: Channel
+    play(scene)
+
+
+def test_what_is_told_of_a_message_that_is_none_neither_moves_a_cursor_nor_begins_a_line() -> None:
+    """It may come from whoever answers a node that joins, and is shown on that machine's terminal."""
+
+    async def scene() -> None:
+        coordinator, _node, arriving = pair()
+        arriving.feed_data(frame(msgspec.msgpack.encode({"type": "Heartbeat", "\x1b[2J\nall is well": 1})))
+        with pytest.raises(ClusterError, match="all is well") as caught:
+            await coordinator.receive()
+        assert caught.value.message.isprintable()
+
+    play(scene)
+
+
 def test_a_message_that_is_too_large_is_not_sent() -> None:
     async def scene() -> None:
         coordinator, _node, _ = pair(limit=100)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import sys
 from pathlib import Path
 
 import pytest
 
-from tllm.core.disk import given_path, print_line, whole_file, write_whole
+from tllm.core.disk import given_path, open_files, print_line, whole_file, write_whole
 from tllm.core.errors import ConfigError
 
 
@@ -101,3 +102,24 @@ def test_a_path_that_is_given_is_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     for text, why in {"~nobody-of-this-name/b": "home directory", "a\0b": "null byte"}.items():
         with pytest.raises(ConfigError, match=f"is no path here: .*{why}"):
             given_path(text)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "files"),
+    [
+        (1024, 1 << 20, 2000, 2000),
+        (1024, 524_288, 1 << 20, 524_288),
+        (4096, 4096, 5000, 4096),
+        (9000, 9000, 5000, 5000),
+        (256, resource.RLIM_INFINITY, 1 << 20, 10_240),  # as macOS has it, which refuses more
+        (20_000, resource.RLIM_INFINITY, 1 << 20, 20_000),
+    ],
+)
+def test_as_many_files_may_be_open_as_are_wanted_and_the_system_leaves(
+    soft: int, hard: int, wanted: int, files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    assert open_files(wanted) == files
+    assert all(hard == known and soft <= raised for raised, known in asked)

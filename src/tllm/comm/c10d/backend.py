@@ -226,7 +226,12 @@ class ProcessGroup(dist.ProcessGroup):
             )
         if not opts.asyncOp:
             return run_now(work, what, tensors)
-        return CollectiveWork(self._group.start(work), what, tensors)
+
+        def named() -> object:
+            return work()
+
+        named.__name__ = name  # by which the group tells of it
+        return CollectiveWork(self._group.start(named), what, tensors)
 
     def _all_to_all(self, pieces: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         with contextlib.ExitStack() as stack:

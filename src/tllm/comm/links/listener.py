@@ -55,7 +55,7 @@ class EpochLinks:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._cluster, self._epoch = "", -1
-        self._least_epoch = 0  # earlier ones are over
+        self._least_epoch: dict[str, int] = {}  # of each cluster; earlier ones are over
         self._over = threading.Event()  # set when the current epoch is over
         self._expected: set[Wire] = set()
         self._arrived: dict[Wire, socket.socket] = {}
@@ -68,20 +68,20 @@ class EpochLinks:
     def expect(self, cluster: str, epoch: int, wires: Iterable[Wire]) -> threading.Event:
         """As `Listener.expect`."""
         with self._changed:
-            if self._cluster in ("", cluster) and epoch < self._least_epoch:
-                raise LinkClosed(f"epoch {epoch} is over, epoch {self._least_epoch} runs")
+            if epoch < (least := self._least_epoch.get(cluster, 0)):
+                raise LinkClosed(f"epoch {epoch} is over, epoch {least} runs")
             if (cluster, epoch) != (self._cluster, self._epoch):
                 self._end_epoch()
-                self._cluster, self._epoch, self._least_epoch = cluster, epoch, epoch
+                self._cluster, self._epoch, self._least_epoch[cluster] = cluster, epoch, epoch
                 self._over = threading.Event()
             self._expected |= set(wires)
             return self._over
 
-    def end_epochs_before(self, epoch: int) -> None:
+    def end_epochs_before(self, cluster: str, epoch: int) -> None:
         """As `Listener.end_epochs_before`."""
         with self._changed:
-            self._least_epoch = max(self._least_epoch, epoch)
-            if self._epoch < epoch:
+            self._least_epoch[cluster] = max(self._least_epoch.get(cluster, 0), epoch)
+            if self._cluster != cluster or self._epoch < epoch:
                 self._end_epoch()
 
     def answer(self, hello: LinkHello, patient: bool) -> LinkWelcome:
@@ -187,9 +187,10 @@ class Listener:
         """
         return self._links.expect(cluster, epoch, wires)
 
-    def end_epochs_before(self, epoch: int) -> None:
-        """Epochs before this one are over, though it has not begun here: their wires are expected no more."""
-        self._links.end_epochs_before(epoch)
+    def end_epochs_before(self, cluster: str, epoch: int) -> None:
+        """Epochs before this one are over, though it has not begun here: their wires are expected no more, and no more
+        are those of another cluster."""
+        self._links.end_epochs_before(cluster, epoch)
 
     def accept(self, wire: Wire, seconds: float = DEADLINE, over: threading.Event | None = None) -> TcpLink:
         """The link of this wire, as soon as its source has dialled.

@@ -16,7 +16,8 @@ import msgspec
 
 from tllm.cluster.certificates import COORDINATOR, Identity
 from tllm.cluster.channel import Channel
-from tllm.cluster.connection import Address, connect_tls
+from tllm.cluster.connection import Address
+from tllm.cluster.join import knock
 from tllm.cluster.messages import RankAddress, ToFetcher
 from tllm.cluster.tls import member_client
 from tllm.cluster.weight_messages import (
@@ -72,7 +73,7 @@ class ChunkConnections:
                 return channel
             where = self.coordinator if found.node == COORDINATOR else (found.host, found.port)
             limit = 2 * MESSAGE_BYTES
-            channel = await connect_tls(where, self._context, found.node, ToFetcher, limit, CONNECT_SECONDS)
+            channel = await knock(where, self._context, found.node, ToFetcher, limit, CONNECT_SECONDS)
             try:
                 await channel.send(OpenChunkConnection())
             except BaseException:  # also where it is wanted no more

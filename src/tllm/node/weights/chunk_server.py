@@ -45,7 +45,9 @@ log = logging.getLogger("tllm.node")
 MESSAGE_BYTES = 256 * 1024
 """Of a chunk, in one message. Each that comes shows that the server lives, on slow links too."""
 
-MAX_CONNECTIONS = 64
+MAX_GUESTS = 64
+"""Connections that have not shown a certificate yet. Of nodes each may keep its own, however many there are."""
+
 NAMES_AT_ONCE = 4096
 """Names of pages in one message."""
 
@@ -91,7 +93,7 @@ class ChunkServer:
         self._cache = cache
         self._hub: HubChunks | None = None
         self._context = data_server(identity)
-        self._connections = 0
+        self._guests = 0
         self.refused = self.refused_frames = 0
         self._reads = asyncio.Semaphore(READS)
         self._socket = listen(host, 0)
@@ -106,16 +108,17 @@ class ChunkServer:
         self._socket.close()
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
-        if self._connections >= MAX_CONNECTIONS:
-            self._refuse(sock, peer, f"{MAX_CONNECTIONS} connections are open already")
+        if self._guests >= MAX_GUESTS:
+            self._refuse(sock, peer, f"{MAX_GUESTS} connections without a certificate are open already")
             return
-        self._connections += 1
+        self._guests += 1
         try:
             channel = await accept_tls(sock, self._context, peer, FromFetcher, 2 * MESSAGE_BYTES)
         except OSError as error:
             self._refuse(sock, peer, reason_of(error))
-            self._connections -= 1
             return
+        finally:
+            self._guests -= 1
         try:
             await channel.run(
                 {
@@ -130,7 +133,6 @@ class ChunkServer:
         except TllmError as error:
             log.warning("%s was lent no more weights: %s", channel.peer_name(), error.message)
         finally:
-            self._connections -= 1
             self.refused_frames += channel.refused
             await channel.close()
 

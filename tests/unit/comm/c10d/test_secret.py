@@ -43,7 +43,7 @@ def meeting_of(environments: list[Mapping[str, str]], store: dist.Store) -> list
     The first to fail has failed by what the others are, and not by their end; it ends theirs, which would take them
     until the deadline.
     """
-    listeners: list[Listener] = []
+    listeners, meeting = list[Listener](), rendezvous.new_meeting_name()
 
     class Ended(Listener):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -55,11 +55,12 @@ def meeting_of(environments: list[Mapping[str, str]], store: dist.Store) -> list
             return join_rendezvous(store, rank, range(len(environments)), "test", 20.0, environments[rank])
         except TllmError as error:
             for listener in listeners:
-                listener.end_epochs_before(rendezvous.EPOCH + 1)
+                listener.end_epochs_before(meeting, rendezvous.EPOCH + 1)
             return error
 
     with pytest.MonkeyPatch.context() as patches, ThreadPoolExecutor(len(environments)) as pool:
         patches.setattr(rendezvous, "Listener", Ended)
+        patches.setattr(rendezvous, "new_meeting_name", lambda: meeting)
         return list(pool.map(work, range(len(environments))))
 
 

@@ -42,7 +42,7 @@ def test_a_patient_answer_lets_the_unexpected_try_again() -> None:
 def test_an_epoch_that_is_over_cannot_begin_again_and_ends_who_waits_for_it() -> None:
     links = in_epoch_5()
     over = links.expect("test", 5, [Wire(2, 1)])
-    links.end_epochs_before(6)
+    links.end_epochs_before("test", 6)
     assert over.is_set()
     with pytest.raises(LinkClosed, match="epoch 5 is over, epoch 6 runs"):
         links.expect("test", 5, [Wire(0, 1)])
@@ -52,8 +52,19 @@ def test_an_epoch_that_is_over_cannot_begin_again_and_ends_who_waits_for_it() ->
 
 def test_an_epoch_that_was_over_before_the_first_one_began_here_does_not_begin() -> None:
     links = EpochLinks()
-    links.end_epochs_before(6)
+    links.end_epochs_before("test", 6)
     with pytest.raises(LinkClosed, match="epoch 5 is over, epoch 6 runs"):
         links.expect("test", 5, [Wire(0, 1)])
     links.expect("test", 6, [Wire(0, 1)])
     assert links.answer(LinkHello("test", 6, 0, 1), patient=False) == LinkWelcome()
+
+
+def test_epochs_of_one_cluster_say_nothing_of_those_of_another() -> None:
+    """Nodes that compute together beside the plan are a cluster of their own, whose one epoch is 1."""
+    links = EpochLinks()
+    links.end_epochs_before("test", 6)  # and the node was refused its part in it, so that none began
+    over = links.expect("test/teacher/1", 1, [Wire(0, 1)])
+    links.end_epochs_before("test", 7)
+    assert over.is_set(), "it has a part in the plan now"
+    with pytest.raises(LinkClosed, match="epoch 6 is over, epoch 7 runs"):
+        links.expect("test", 6, [Wire(0, 1)])

@@ -50,6 +50,33 @@ def test_one_that_does_not_answer_is_in_no_other_nodes_way() -> None:
         asyncio.run(connect())
 
 
+def test_a_node_has_its_connection_however_many_others_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has shown its certificate has no seat at the door any more, and who finds none free knocks again."""
+    monkeypatch.setattr(chunk_server, "MAX_GUESTS", 1)
+
+    async def connect() -> None:
+        authority = Authority.create()
+        server = ChunkServer(HERE, authority.identity("lender"), ChunkCache(None, 0))
+        running = asyncio.create_task(server.run())
+        nodes = [ChunkConnections((HERE, 1), authority.identity(f"node-{number}")) for number in range(3)]
+        found = ChunkFound(b"", "lender", HERE, server.port)
+        async with asyncio.timeout(30):
+            for node in nodes[:2]:
+                await node.to(found)
+            with socket.create_connection((HERE, server.port)):  # a stranger, who has the seat and is silent
+                await asyncio.sleep(0.05)
+                waiting = asyncio.create_task(nodes[2].to(found))
+                while not server.refused:
+                    await asyncio.sleep(0.01)
+            await waiting
+        for node in nodes:
+            await node.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(connect())
+
+
 class Folder:
     """Files of which `slow` chunks are read once `goes_on` is set."""
 
