@@ -25,6 +25,9 @@ PART = ".part"
 STALE_SECONDS = 3600.0
 """A file that nobody has finished for so long is left over from a program that was killed."""
 
+UNLIMITED_FILES = 10_240
+"""That a process may have open where the system says that there is no limit: macOS takes no more."""
+
 READABLE = "see that it is there, and that this user may read it"
 """What to do about a file of a model that cannot be read."""
 
@@ -101,7 +104,7 @@ def open_files(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY:
         return wanted
     if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        soft = max(soft, min(wanted, UNLIMITED_FILES if hard == resource.RLIM_INFINITY else hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return min(soft, wanted)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import sys
 from pathlib import Path
 
 import pytest
 
-from tllm.core.disk import given_path, print_line, whole_file, write_whole
+from tllm.core.disk import given_path, open_files, print_line, whole_file, write_whole
 from tllm.core.errors import ConfigError
 
 
@@ -101,3 +102,18 @@ def test_a_path_that_is_given_is_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     for text, why in {"~nobody-of-this-name/b": "home directory", "a\0b": "null byte"}.items():
         with pytest.raises(ConfigError, match=f"is no path here: .*{why}"):
             given_path(text)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "found"),
+    [(1024, 4096, 4096), (1024, 1 << 20, 65_536), (256, resource.RLIM_INFINITY, 10_240)],
+    ids=["fewer", "as many", "no limit"],
+)
+def test_a_process_may_open_as_many_files_as_the_system_lets_it(
+    soft: int, hard: int, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS, which says that it has no limit, refuses more than 10,240."""
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    assert open_files(65_536) == found and asked == [(found, hard)]

@@ -52,9 +52,9 @@ class OnHost:
         return _Far({name: torch.zeros(count, dtype=dtype, pin_memory=device.type == "cuda") for name in names}, device)
 
 
-MAPPED_FILES = 10_240
+MAPPED_FILES = 65_536
 """A mapped file keeps a descriptor, and a rank with 8 billion parameters has 3,600: usually 1,024 files may be open.
-macOS takes no more than this where it sets no limit."""
+Linux maps about as many into a process as this."""
 
 
 class OnDisk:
