@@ -168,7 +168,7 @@ def balanced(
     """Gradients, the load-balance loss without its coefficient, and how often each expert was chosen."""
     ranks = ranks_of(folder, layout, torch.float64, balance=0.1)
     in_threads([partial(rank.gradients, microbatches) for rank in ranks])
-    named = gather(ranks, lambda rank, index: rank.buckets.gradient(index), shapes)
+    named = gather(ranks, lambda rank, index: rank.buckets.accumulator.view(index), shapes)
     close(ranks)
     loads: dict[str, Tensor] = {}
     for balance in (rank.mesh.balance for rank in ranks):
@@ -193,7 +193,7 @@ def test_balance_is_that_of_transformers(tmp_path: Path) -> None:
     want_aux, want = gradients_of_transformers(truth, [one], tmp_path / "gradients", learn)
     ranks = ranks_of(tmp_path, Layout(), torch.float32, balance=0.1)
     ranks[0].gradients([one])
-    got = gather(ranks, lambda rank, index: rank.buckets.gradient(index), shapes)
+    got = gather(ranks, lambda rank, index: rank.buckets.accumulator.view(index), shapes)
     assert ranks[0].mesh.balance.mean == pytest.approx(want_aux, rel=1e-6)
     chosen = {name: tensor for name, tensor in want.items() if tensor.any()}  # an expert may have had no token
     assert furthest({name: got[name] for name in chosen}, chosen)[0] < 1e-6

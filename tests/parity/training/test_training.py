@@ -218,7 +218,7 @@ def swap_two_buckets(rank: Rank) -> None:
 
 def lose_one_gradient(rank: Rank) -> None:
     def forget(parameter: torch.Tensor) -> None:
-        rank.buckets.gradient(0).zero_()
+        rank.buckets.accumulator.view(0).zero_()
 
     rank.parameters[0].register_post_accumulate_grad_hook(forget)
 

@@ -348,7 +348,7 @@ def gradients_under(
     """Mean loss and gradients of one step under a layout."""
     ranks = ranks_of(folder, layout, dtype, mutate=mutate, balance=balance)
     loss = sum(in_threads([partial(rank.gradients, microbatches) for rank in ranks]))
-    named = gather(ranks, lambda rank, index: rank.buckets.gradient(index), shapes)
+    named = gather(ranks, lambda rank, index: rank.buckets.accumulator.view(index), shapes)
     close(ranks)
     return loss, named
 

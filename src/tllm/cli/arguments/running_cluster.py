@@ -14,7 +14,7 @@ from typing import Any
 from tllm.cli.arguments.options import API_KEY_VARIABLE, add_api_key, api_key
 from tllm.cli.arguments.parser import address, port
 from tllm.core.errors import AuthError, ClusterError, ConfigError, TllmError
-from tllm.server.http.settings import is_loopback
+from tllm.server.http.opener import opener
 
 SECONDS = 10.0
 STATUS = "/v1/cluster"
@@ -88,8 +88,8 @@ def fetch(args: argparse.Namespace, path: str = STATUS) -> dict[str, Any]:
     server, key = asked_server(args), _sendable(api_key(args))
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        asked = urllib.request.Request(f"http://{server.where}{path}", headers=headers)
-        with _opener(server.where).open(asked, timeout=SECONDS) as reply:
+        url = f"http://{server.where}{path}"
+        with opener(url).open(urllib.request.Request(url, headers=headers), timeout=SECONDS) as reply:
             body = reply.read(MOST_BYTES)
     except urllib.error.HTTPError as error:
         with error:
@@ -111,18 +111,6 @@ def fetch(args: argparse.Namespace, path: str = STATUS) -> dict[str, Any]:
     if not isinstance(found, dict) or (path == STATUS and "ready" not in found):
         raise server.another(f"it answers {path} with {_shown(found)}")
     return found
-
-
-def _opener(where: str) -> urllib.request.OpenerDirector:
-    """What asks an address. By the environment's proxy (`http_proxy`), unless it is this machine's own, where a proxy
-    would find itself, and see the key. It follows no redirect, as it would take the key along."""
-    is_here = is_loopback(where.rpartition(":")[0])
-    opener = urllib.request.OpenerDirector()
-    opener.add_handler(urllib.request.ProxyHandler({} if is_here else None))
-    opener.add_handler(urllib.request.HTTPHandler())
-    opener.add_handler(urllib.request.HTTPErrorProcessor())
-    opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
-    return opener
 
 
 def _sendable(key: str | None) -> str | None:

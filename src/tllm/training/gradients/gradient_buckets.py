@@ -167,11 +167,6 @@ class GradientBuckets:
         else:
             reduced.copy_(gradient)
 
-    def gradient(self, index: int) -> Tensor:
-        """The whole gradient of a parameter, after `finish`, where ZeRO has cut no range from it."""
-        assert not self.layout.zero
-        return self.accumulator.view(index)
-
     @property
     def nbytes(self) -> int:
         """Memory that gradients take now."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tllm.core.errors import UNREADABLE, ConfigError
+from tllm.server.http.opener import opener
 from tllm.training.policy.reward_functions import RewardFunction
 
 KEY_VARIABLE = "TLLM_REWARD_API_KEY"
@@ -60,13 +61,6 @@ class RewardAnswer(msgspec.Struct):
 _SCORES, _REWARDS = msgspec.json.Decoder(ScoreAnswer), msgspec.json.Decoder(RewardAnswer)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """urllib would go on by GET, without the question, and hand the key to whoever is there."""
-
-    def redirect_request(self, *args: Any, **named: Any) -> None:
-        """Nowhere: that there is a redirect is the answer."""
-
-
 def http_reward(url: str, seconds: float) -> RewardFunction:
     """What the server at `url` says of completions. ConfigError, in one line, where it says nothing of use.
 
@@ -102,7 +96,7 @@ def _asked(url: str, question: Mapping[str, Any], decoder: msgspec.json.Decoder[
         headers["authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, msgspec.json.encode(question), headers)
     try:
-        with urllib.request.build_opener(_NoRedirects).open(request) as reply:
+        with opener(url).open(request) as reply:
             content = reply.read(LIMIT)
     except urllib.error.HTTPError as error:
         said = " ".join(error.read(200).decode("utf-8", "replace").split())

@@ -237,8 +237,8 @@ class QuestionServer(Generic[Intro, Q, A]):
             log.warning("cannot serve the run at %s: %s", peer, error.message)
             return None
         except FAULTS as error:
-            log.warning("cannot serve the run at %s: %s", peer, _reason(error))
-            connection.send_answer(Greeting(self._answerer.name, _reason(error)))
+            log.warning("cannot serve the run at %s: %s", peer, reason_of(error))
+            connection.send_answer(Greeting(self._answerer.name, reason_of(error)))
             return None
         try:
             connection.send_answer(Greeting(self._answerer.name))
@@ -275,7 +275,7 @@ class QuestionServer(Generic[Intro, Q, A]):
                     log.warning("answers %s no more: %s", peer, error.message)
                     return
                 except FAULTS as error:
-                    answer = session.failed(question, _reason(error))
+                    answer = session.failed(question, reason_of(error))
                 connection.send_answer(answer)
                 answers += 1
         finally:
@@ -283,6 +283,8 @@ class QuestionServer(Generic[Intro, Q, A]):
             log.info("%s answered", were)
 
 
-def _reason(error: TllmError | OSError | RuntimeError | MemoryError) -> str:
-    """In one line."""
-    return error.message if isinstance(error, TllmError) else f"it failed: {error}".splitlines()[0]
+def reason_of(error: TllmError | OSError | RuntimeError | MemoryError) -> str:
+    """What one of FAULTS says, in one line; Python's own MemoryError says nothing."""
+    if isinstance(error, TllmError):
+        return error.message
+    return f"it failed: {str(error) or type(error).__name__}".splitlines()[0]

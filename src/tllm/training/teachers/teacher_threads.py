@@ -9,6 +9,7 @@ import numpy as np
 
 from tllm.core.errors import ClusterError, ConfigError, TllmError
 from tllm.training.questions.question_queue import Asked, QuestionQueue
+from tllm.training.questions.question_server import FAULTS, reason_of
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.teachers.teacher_messages import TEACHING, Answer, Lesson, Question
 from tllm.training.teachers.teacher_model import TeacherModel
@@ -45,8 +46,8 @@ class LocalTeacher:
                 self._queue.answer(asked, checked(answer, asked.question, self._lesson, self.name), 0)
         except TllmError as error:
             self._queue.fail(error)
-        except (RuntimeError, MemoryError) as error:  # torch's and numpy's: the run is to end with it, and not to wait
-            self._queue.fail(ClusterError(f"the teacher {self.name} failed: {error}"))
+        except FAULTS as error:
+            self._queue.fail(ClusterError(f"the teacher {self.name} cannot answer: {reason_of(error)}"))
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def test_one_that_is_left_applies_at_once_what_was_outstanding(
         buckets.begin(1)
         sum(((p * g).sum() for p, g in zip(parameters, gradients, strict=True)), torch.zeros(())).backward()
         buckets.finish()
-        return [buckets.gradient(index).clone() for index in range(len(parameters))]
+        return [buckets.accumulator.view(index).clone() for index in range(len(parameters))]
 
     (first,), (second,) = draw(SHAPES, 1, 2, torch.float64, seed=1)
     wanted = [gradient + tensor for gradient, tensor in zip(first, left, strict=True)]

@@ -82,7 +82,7 @@ def test_sums_over_microbatches_and_ranks_however_many_each_has() -> None:
                 loss_of(parameters, 10.0**step * (microbatch + 1)).backward()
             buckets.finish()
         buckets.close()
-        return [buckets.gradient(index).clone() for index in range(3)]
+        return [buckets.accumulator.view(index).clone() for index in range(3)]
 
     for gradients in in_threads([lambda dp=dp: work(dp) for dp in local_groups(3, name="dp")]):
         for number, gradient in enumerate(gradients):
@@ -271,7 +271,7 @@ def test_a_reduction_is_told_each_bucket_and_its_group() -> None:
         loss_of(parameters, 1.0).backward()
         buckets.finish()
         buckets.close()
-        return [buckets.gradient(index) for index in range(2)]
+        return [buckets.accumulator.view(index) for index in range(2)]
 
     for gradients in in_threads([lambda dp=dp: work(dp) for dp in local_groups(2, name="dp")]):
         assert [gradient.unique().tolist() for gradient in gradients] == [[1.0], [2.0]]

@@ -136,4 +136,4 @@ def test_experts_spread_over_replicas(tmp_path: Path) -> None:
 
 
 def _gradients(ranks: list[Rank], folder: Path) -> dict[str, Tensor]:
-    return gather(ranks, lambda rank, index: rank.buckets.gradient(index).clone(), saved(folder))
+    return gather(ranks, lambda rank, index: rank.buckets.accumulator.view(index).clone(), saved(folder))

@@ -104,4 +104,4 @@ def test_documents_have_the_sums_of_plain_softmax(name: str, tmp_path: Path) -> 
 
 
 def _gradients(ranks: list[Rank], folder: Path) -> Named:
-    return gather(ranks, lambda rank, index: rank.buckets.gradient(index).clone(), saved(folder))
+    return gather(ranks, lambda rank, index: rank.buckets.accumulator.view(index).clone(), saved(folder))

@@ -135,6 +135,15 @@ def test_time_in_which_this_process_stood_still_does_not_count(
     assert http_reward(f"{verifier.url}/verify", 0.2)(ARGUMENTS) == [1.0, 2.0]
 
 
+def test_a_verifier_on_this_machine_is_asked_without_a_proxy(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would look for it on its own machine, and see the key."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert http_reward(f"{verifier.url}/verify", 20)(ARGUMENTS)[0] == 1.0
+
+
 def test_neither_question_nor_key_goes_where_a_server_points(
     verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

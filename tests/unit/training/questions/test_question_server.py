@@ -29,7 +29,7 @@ class Counting:
     """Answers with the length of a question, and takes its `seconds` to greet and to answer, if it has no `fault`."""
 
     name, seconds = "counts", 0.0
-    fault: OSError | None = None
+    fault: Exception | None = None
 
     def __init__(self) -> None:
         self.answered = list[str]()
@@ -110,6 +110,14 @@ def test_a_run_is_told_of_what_the_system_refuses_the_server(
     """It hung up without a word, and the run dialled again for 500 s."""
     counting.fault = PermissionError(errno.EACCES, "Permission denied", "model.safetensors")
     assert "Permission denied: 'model.safetensors'" in connection.introduce("a run").refused
+
+
+def test_a_fault_that_says_nothing_is_told_by_its_kind(
+    counting: Counting, connection: RunConnection[str, str, int]
+) -> None:
+    """As Python's own MemoryError, where numpy's and torch's have words."""
+    counting.fault = MemoryError()
+    assert connection.introduce("a run").refused == "it failed: MemoryError"
 
 
 def test_nothing_is_computed_for_a_run_that_has_gone(

@@ -122,7 +122,7 @@ def test_a_teacher_beside_the_student_that_fails_ends_the_run() -> None:
     beside.start()
     taught = TaughtBatches(TwoRows(), TeacherPool(LESSON, queue, [beside]), max_steps=1)
     threading.Timer(20.0, queue.close).start()
-    with pytest.raises(ConfigError, match="the teacher t failed: Unable to allocate 7 bytes"):
+    with pytest.raises(ConfigError, match="the teacher t cannot answer: it failed: Unable to allocate 7 bytes"):
         taught.step(0)
     taught.close()
 
