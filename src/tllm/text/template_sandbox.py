@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -26,6 +26,8 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+T = TypeVar("T")
 
 MAX_TEMPLATE = 1 << 20  # characters of a template
 MAX_OUTPUT = 16 << 20  # characters that a template may produce
@@ -340,7 +342,7 @@ def _spend(length: int) -> None:
             raise TemplateLimit(f"the template writes more than {MAX_WRITTEN} characters in all")
 
 
-def _made(value: Any) -> Any:
+def _made(value: T) -> T:
     """What a step gives, with its bytes counted among those of all steps. Those of what a list holds are left out: most
     often another step has made that."""
     budget = _budget.get()
