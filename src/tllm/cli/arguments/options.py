@@ -291,9 +291,15 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_tokens
     group.add_argument("--top-k", type=count, metavar="K", help="of the K likeliest (0: all)")
     group.add_argument("--top-p", type=float, metavar="P", help="of the likeliest that make up P")
     group.add_argument("--min-p", type=float, metavar="P", help="of those P times as likely as the best")
-    group.add_argument("--repetition-penalty", type=float, metavar="X")
-    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
-    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="of what prompt and reply have: above 1 rarer (1: off)"
+    )
+    group.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="X", help="taken off the logits of what the reply has"
+    )
+    group.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="X", help="the same, once for each time that it has it"
+    )
     group.add_argument("--seed", type=int, metavar="S", help="same seed, same text (drawn when left out)")
     group.add_argument(
         "--stop", type=nonempty, action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
