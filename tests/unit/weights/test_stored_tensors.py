@@ -105,3 +105,9 @@ def test_a_weight_that_is_no_number_is_not_rounded_to_one(kind: Quantize, wrong:
     for stored, plane in ((matrix, weights[1]), (expert, weights[1:])):
         with pytest.raises(WeightsError, match="w: a weight is not a finite number"):
             stored.decode(whole(stored.shape), {"w": plane})
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_of_no_rows_none_are_rounded(kind: Quantize) -> None:
+    blocks = RoundedTensor("w", (64, 32), kind).decode(((0, 0), (0, 32)), {"w": torch.empty(0, 32)})
+    assert blocks.codes.shape[0] == 0

@@ -60,8 +60,9 @@ class RoundedExpert(RoundedTensor):
 def _numbers(name: str, planes: Mapping[str, Tensor]) -> Tensor:
     """What was read, all of it finite: a code would hide a weight that is no number."""
     weights = planes[name]
-    least, largest = torch.aminmax(weights)  # no tensor of their size, which takes longer than to round them
-    if not (math.isfinite(least.item()) and math.isfinite(largest.item())):
+    # By their ends, as a tensor of their size takes longer than to round them; of no weights there are none.
+    ends = torch.aminmax(weights) if weights.numel() else ()
+    if not all(math.isfinite(one.item()) for one in ends):
         raise WeightsError(f"{name}: a weight is not a finite number", "the file is damaged; copy it again")
     return weights
 
