@@ -21,7 +21,6 @@ from tests.support.cluster.faulty_cluster import LOOK_SECONDS, Fault
 from tests.support.cluster.history import History
 from tests.support.cluster.hosts import Hosts
 from tests.support.cluster.processes import descendants, wait_until_gone, workers_of
-from tests.support.processor_rate import slowness
 from tests.support.serving.serving_faults import Outcome
 from tests.support.training.runs import final, records, train
 from tests.support.training.small_job import write_job
@@ -33,7 +32,6 @@ TRAINING_MOMENTS = ("training step", "checkpoint")
 PLAN, NODES = "pp=3", 3
 STEPS, FEW_STEPS, SAVE_EVERY = 80, 12, 6
 BOUND, SLOW_BOUND = 60.0, 240.0
-"""Seconds that a usual processor may take for all steps after the fault; where the link is slow."""
 LOSS_OFF, WEIGHT_OFF = 1e-12, 1e-11
 """How far float64 may be off under another plan, relative to the size."""
 
@@ -70,7 +68,7 @@ class TrainRun:
         self.dice = random.Random(f"{fault.name} {moment} {seed}")
         self.node = self.dice.choice(fault.victims(NODES))
         self.steps = FEW_STEPS if fault.is_slow else STEPS
-        self.bound = slowness() * (SLOW_BOUND if fault.is_slow else BOUND)
+        self.bound = SLOW_BOUND if fault.is_slow else BOUND
         self.history = History()
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._run = folder / "run"
