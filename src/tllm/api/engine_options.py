@@ -24,7 +24,7 @@ from tllm.spec.families import spec_from_config
 from tllm.spec.hf_config import read_config
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
-from tllm.spec.quantized.cache_form import KVCacheDtype, check_kv_cache_dtype
+from tllm.spec.quantized.cache_form import KVCacheDtype
 from tllm.spec.quantized.weight_form import Quantize, with_weight_form
 from tllm.spec.speculative_config import SpeculativeConfig, read_speculative_config
 from tllm.text.generation_config import NO_DEFAULTS, OWN, GenerationConfig, read_generation_config
@@ -184,33 +184,30 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
     spec = read_spec(model, args.get("quantize"), args.get("dequantize", False))
     dtype = args.get("dtype") or spec.dtype
     if dtype not in ITEM_BYTES:
-        raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with", "give --dtype bfloat16")
-    kv_cache_dtype = args.get("kv_cache_dtype", "auto")
-    check_kv_cache_dtype(kv_cache_dtype)
+        raise ConfigError(f"the dtype {dtype!r} cannot be computed with", f"give --dtype: {', '.join(ITEM_BYTES)}")
     check_numa_binding(args.get("numa_binding", "auto"))
-    page_size, max_num_seqs = args.get("page_size", PAGE_SIZE), args.get("max_num_seqs", MAX_NUM_SEQS)
-    check_counts(page_size, max_num_seqs)
+    check_counts(threads=args.get("threads"), memory=args.get("memory"), kv_cache_memory=args.get("kv_cache_memory"))
     lost_after = args.get("lost_after", SILENCE_SECONDS)
     check_lost_after(lost_after)
     asked_model_len = args.get("max_model_len")
     context_of(spec, asked_model_len)  # which raises for more than there is
     drafts = draft_options(model, spec, args.get("speculative_config"), args.get("num_speculative_tokens", 0))
-    return EngineOptions(
+    options = EngineOptions(
         folder=model,
         spec=spec,
         plan=Plan.parse(plan, spec.num_layers),
         dtype=dtype,
         threads=args.get("threads"),
-        page_size=page_size,
+        page_size=args.get("page_size", PAGE_SIZE),
         kv_cache_memory=args.get("kv_cache_memory"),
         asked_model_len=asked_model_len,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=args.get("max_num_seqs", MAX_NUM_SEQS),
         num_speculative_tokens=drafts.num_speculative_tokens if drafts else args.get("num_speculative_tokens", 0),
         speculative_config=drafts,
         quantize=args.get("quantize"),
         dequantize=args.get("dequantize", False),
         enable_prefix_caching=args.get("enable_prefix_caching", True),
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=args.get("kv_cache_dtype", "auto"),
         cache_dir=args.get("cache_dir", ""),
         cache_dir_size=args.get("cache_dir_size", CACHE_DIR_BYTES),
         allow_mixed=args.get("allow_mixed", False),
@@ -225,6 +222,8 @@ def engine_options(model: Path | str, plan: str = "pp=1", **args: Unpack[EngineA
             model, args.get("generation_config", OWN), args.get("override_generation_config")
         ),
     )
+    engine_config(options).check()
+    return options
 
 
 def check_device(device: str, place: int = 0) -> None:

@@ -223,14 +223,22 @@ def test_what_cannot_be_loaded_leaves_nothing_behind(ids_only: Path, tmp_path: P
         LLM(ids_only, plan="pp=9")
     with pytest.raises(ConfigError, match="max_model_len 999999 is more than"):
         LLM(ids_only, max_model_len=999_999)
-    with pytest.raises(ConfigError, match="max_num_seqs is 0, and no request"):
+    with pytest.raises(ConfigError, match="max_num_seqs is 0, and must be 1"):
         LLM(ids_only, max_num_seqs=0)
-    with pytest.raises(ConfigError, match="page_size is -1, and no request"):
+    with pytest.raises(ConfigError, match="page_size is -1, and must be 1"):
         LLM(ids_only, page_size=-1)
     with pytest.raises(ConfigError, match="'gpu' is no device"):
         LLM(tmp_path / "nowhere", device="gpu")  # told before the folder is looked for
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'q8_0'"):
         LLM(ids_only, kv_cache_dtype="q8_0")  # type: ignore[typeddict-item]  # what mypy would refuse
+    with pytest.raises(ConfigError, match="quantize is 'int3'"):
+        LLM(ids_only, quantize="int3")  # type: ignore[typeddict-item]  # what mypy would refuse
+    with pytest.raises(ConfigError, match="the dtype 'float8' cannot be computed with"):
+        LLM(ids_only, dtype="float8")
+    for number in (EngineArgs(threads=-1), EngineArgs(memory=0), EngineArgs(kv_cache_memory=-5)):
+        ((name, value),) = number.items()
+        with pytest.raises(ConfigError, match=f"{name} is {value}, and must be 1 at least"):
+            LLM(ids_only, **number)
     (tmp_path / "config.json").write_bytes((ids_only / "config.json").read_bytes())
     with pytest.raises(WeightsError, match=r"neither model\.safetensors"):
         LLM(tmp_path)

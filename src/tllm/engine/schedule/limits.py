@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Container, Iterator
 from itertools import chain
+from typing import get_args
 
 import msgspec
 
@@ -33,7 +34,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.quantized.cache_form import check_kv_cache_dtype
 from tllm.spec.quantized.weight_form import Quantize
 from tllm.spec.request import LORA_SALT, PoolingParams, Request
-from tllm.spec.speculative_config import SpeculativeConfig
+from tllm.spec.speculative_config import SpeculativeConfig, read_speculative_config
 
 log = logging.getLogger("tllm.engine")
 
@@ -87,7 +88,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Refuse sizes with which no batch could be made, and a cache that nobody knows."""
         check_kv_cache_dtype(self.kv_cache_dtype)
-        check_counts(self.page_size, self.max_num_seqs)
+        check_counts(page_size=self.page_size, max_num_seqs=self.max_num_seqs)
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"batches of {self.max_num_batched_tokens} tokens leave no room for prompts beside "
@@ -403,9 +404,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         drafts = self.speculative_config
         return self.num_speculative_tokens if drafts is None else drafts.num_speculative_tokens
 
+    def check(self) -> None:
+        """ConfigError for what is out of range with any model and plan; `limits_of` looks at the rest."""
+        check_counts(page_size=self.page_size, max_num_seqs=self.max_num_seqs, cache_dir_size=self.cache_dir_size)
+        check_kv_cache_dtype(self.kv_cache_dtype)
+        if self.narrow_wire not in get_args(Narrowing):
+            raise ConfigError(f"narrow_wire is {self.narrow_wire!r}", f"give one of {', '.join(get_args(Narrowing))}")
+        if self.speculative_config is not None:
+            read_speculative_config(self.speculative_config)
+
 
 def limits_of(spec: ModelSpec, plan: Plan, config: EngineConfig) -> Limits:
     """The sizes that every rank agrees on. Raises CapacityError where the cache cannot hold what was asked for."""
+    config.check()
     plan.check_serving()
     max_model_len = context_of(spec, config.max_model_len)
     asked = config.max_num_batched_tokens

@@ -40,11 +40,11 @@ ROWS_AT_ONCE = 64
 """Rows whose logits over the vocabulary are in memory at a time."""
 
 
-def check_counts(page_size: int, max_num_seqs: int) -> None:
-    """ConfigError for pages of no tokens, and for no sequences at once."""
-    for name, number in (("page_size", page_size), ("max_num_seqs", max_num_seqs)):
-        if number < 1:
-            raise ConfigError(f"{name} is {number}, and no request could ever begin", "give 1 or more")
+def check_counts(**numbers: int | None) -> None:
+    """ConfigError for a number of 0 or less, by its name; None is for one that follows from the model or machine."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} is {number}, and must be 1 at least", "give 1 or more")
 
 
 def context_of(spec: ModelSpec, asked: int | None) -> int:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from tllm.core.errors import ConfigError
 from tllm.spec.quantized.weight_bits import EMBEDDING, HEAD
 
 Quantize = Literal["int8", "int4"]
@@ -27,7 +28,12 @@ STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
 
 
 def with_weight_form(config: dict[str, Any], quantize: Quantize | None, dequantize: bool = False) -> dict[str, Any]:
-    """The config of a model whose weights are rounded while they are loaded, or made plain numbers, as asked."""
+    """The config of a model whose weights are rounded while they are loaded, or made plain numbers, as asked.
+
+    ConfigError for bits that plain weights are not rounded to.
+    """
+    if quantize not in (None, *get_args(Quantize)):
+        raise ConfigError(f"quantize is {quantize!r}", f"give one of {', '.join(get_args(Quantize))}")
     wishes = {QUANTIZE: quantize, DEQUANTIZE: dequantize}
     return config | {key: value for key, value in wishes.items() if value}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 import pytest
 
 from tests.unit.engine.kits import request
+from tllm.cluster.settings import Narrowing
 from tllm.core.errors import CapacityError, ConfigError, RequestError
 from tllm.engine.schedule.batch import PLAIN_GREEDY
 from tllm.engine.schedule.limits import (
@@ -19,6 +22,7 @@ from tllm.engine.schedule.limits import (
 from tllm.spec.families import spec_from_config
 from tllm.spec.plan import Plan
 from tllm.spec.request import TokenLogprobs
+from tllm.spec.speculative_config import SpeculativeConfig
 
 CONFIG = dict(
     model_type="llama",
@@ -68,6 +72,13 @@ def test_prefixes_are_shared_where_keys_do_not_depend_on_the_length() -> None:
         (EngineConfig(cache_tokens=64, cache_bytes=10**6), ConfigError, "both in tokens and in bytes"),
         (EngineConfig(max_num_seqs=64, max_num_batched_tokens=64), ConfigError, "64 tokens leave no room"),
         (EngineConfig(max_num_batched_tokens=0), ConfigError, "batches of 0 tokens leave no room"),
+        (EngineConfig(page_size=0), ConfigError, "page_size is 0, and must be 1 at least"),
+        (EngineConfig(page_size=0, cache_tokens=64), ConfigError, "page_size is 0"),
+        (EngineConfig(max_num_seqs=-1), ConfigError, "max_num_seqs is -1"),
+        (EngineConfig(cache_dir="pages", cache_dir_size=0), ConfigError, "cache_dir_size is 0"),
+        (EngineConfig(num_speculative_tokens=-1), ConfigError, "num_speculative_tokens is -1"),
+        (EngineConfig(speculative_config=SpeculativeConfig(num_speculative_tokens=0)), ConfigError, "at least 1"),
+        (EngineConfig(narrow_wire=cast(Narrowing, "int7")), ConfigError, "narrow_wire is 'int7'"),
     ],
 )
 def test_what_does_not_fit_is_refused(config: EngineConfig, kind: type[Exception], words: str) -> None:

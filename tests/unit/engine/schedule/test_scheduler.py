@@ -448,7 +448,7 @@ def test_one_id_runs_once() -> None:
 def test_batches_need_room_beside_the_sequences() -> None:
     with pytest.raises(ConfigError, match="16 tokens leave no room for prompts beside 16"):
         Scheduler(limits(max_num_seqs=16))
-    with pytest.raises(ConfigError, match=r"max_num_seqs is 0, and no request could ever begin\nhint: give 1 or more"):
+    with pytest.raises(ConfigError, match=r"max_num_seqs is 0, and must be 1 at least\nhint: give 1 or more"):
         Scheduler(limits(max_num_seqs=0))
 
 
