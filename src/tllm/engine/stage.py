@@ -107,20 +107,17 @@ class PipelineStage:
         if isinstance(message, PageMessage):
             self.pages.serve(message)
             return True
-        if isinstance(message, ForgetAdapter):
-            if self.ring is not None and self.sampler is None:
-                self.ring.next.send_bytes(payload)
-            self.adapters.remove(message)
-            return True
-        if not isinstance(message, Batch):
-            if isinstance(message, Results):
-                raise FrameError("results came to a rank that waits for batches")
-            if self.ring is not None:
-                self.ring.next.send_bytes(payload)
-            return not isinstance(message, StopRing)
-        check_batch(message, self.limits)
-        if self.ring is not None and self.sampler is None:
+        if isinstance(message, Results):
+            raise FrameError("results came to a rank that waits for batches")
+        if isinstance(message, Batch):
+            check_batch(message, self.limits)
+        ends_here = self.sampler is not None and isinstance(message, Batch | ForgetAdapter)
+        if self.ring is not None and not ends_here:
             self.ring.next.send_bytes(payload)
+        if isinstance(message, ForgetAdapter):
+            self.adapters.remove(message)
+        if not isinstance(message, Batch):
+            return not isinstance(message, StopRing)
         output = self._compute(message, None if self.model.is_first else self._receive_hidden(message))
         if self.ring is not None:
             if isinstance(output, Results):
