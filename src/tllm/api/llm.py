@@ -139,8 +139,9 @@ class LLM:
         """Continue one prompt or several together; the replies in the order of the prompts.
 
         A reply ends before any text of `stop`, one or several. `lora_request` is the adapter of all, or that of each.
-        Raises RequestError where one cannot be served as it is, what `LLM` and adapters raise where one cannot be
-        loaded, and ClusterError where a rank is lost and nobody can take over; no reply is then returned.
+        Raises RequestError where one cannot be served as it is, NonFiniteError where the model comes to no numbers for
+        it, what `LLM` and adapters raise where one cannot be loaded, and ClusterError where a rank is lost and nobody
+        can take over; no reply is then returned.
         """
         asked = [self._request(self._encode(prompt), sampling_params, stop) for prompt in several(prompts)]
         return self._engine.run(self._finish(asked, of_each_prompt(lora_request, len(asked))))

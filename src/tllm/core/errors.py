@@ -12,7 +12,7 @@
     │       └── FrameError   4   what arrived is not what the plan says
     ├── AuthError            5   a token, a certificate or a key was refused
     ├── WeightsError         6   weight files that are missing, torn or untrue
-    ├── NonFiniteError       7   a loss, gradient or weight in training is no number
+    ├── NonFiniteError       7   a loss, gradient, weight or logit is no number
     └── RequestError         -   one request cannot be served (HTTP 400); others go on
 
 The number is the exit code of the command (docs/reference/exit-codes.md). `nearest` makes a hint from a mistyped word,
@@ -109,7 +109,8 @@ class WeightsError(TllmError):
 
 
 class NonFiniteError(TllmError):
-    """A loss, gradient or weight in training is infinite or no number. The message names where it went bad."""
+    """A loss, gradient or weight in training is infinite or no number, and the message names where it went bad; or all
+    that a served model comes to for a text is, whoever asks (HTTP 500)."""
 
     exit_code = 7
 
@@ -120,12 +121,6 @@ class RequestError(TllmError):
     def __init__(self, message: str, hint: str = "", param: str | None = None) -> None:
         super().__init__(message, hint)
         self.param = param
-
-    @classmethod
-    def of_text(cls, text: str) -> RequestError:
-        """The error whose text, with its hint, an output of the engine has."""
-        message, _, hint = text.partition(HINT)
-        return cls(message, hint)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:

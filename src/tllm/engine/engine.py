@@ -179,7 +179,7 @@ class Engine:
 class Stream:
     """The outputs of one request, the last with its finish reason. Closing it early cancels the request.
 
-    Reading it raises RequestError if the request cannot be served, and ClusterError if a rank has failed.
+    Reading it raises RequestError or NonFiniteError if the request cannot be served, ClusterError if a rank has failed.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Stream:
             raise output
         self._ended = output.finish_reason is not None
         if output.finish_reason == "error":
-            raise RequestError.of_text(output.error)
+            raise output.failure()
         return output
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tllm.core.errors import HINT, NonFiniteError, RequestError, TllmError
+
 FinishReason = Literal["stop", "length", "cancelled", "expired", "error"]
 
 
@@ -170,10 +172,11 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
     `logprobs` is parallel to `token_ids` when asked for. `prompt_logprobs` comes once, with or before the first
     token, and is parallel to the prompt; its first entry is None. `cached_tokens` comes with the first token: how many
-    tokens of the prompt were found in the cache and not computed. `error` explains finish_reason "error". `pooled` is
-    what a prompt that is pooled comes to, all at once. An output with `computed_tokens` has nothing else: it comes
-    before the first token, whenever another part of the prompt begins to be computed, and says how many of its tokens
-    are computed by then or will be, whoever cancels the request.
+    tokens of the prompt were found in the cache and not computed. `error` explains finish_reason "error", which
+    `is_non_finite` where the model came to no numbers, by no fault of whoever asked. `pooled` is what a prompt that is
+    pooled comes to, all at once. An output with `computed_tokens` has nothing else: it comes before the first token,
+    whenever another part of the prompt begins to be computed, and says how many of its tokens are computed by then or
+    will be, whoever cancels the request.
     """
 
     request_id: str
@@ -185,6 +188,13 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     pooled: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
+    is_non_finite: bool = False
+
+    def failure(self) -> TllmError:
+        """The error that an output with finish_reason "error" stands for."""
+        message, _, hint = self.error.partition(HINT)
+        kind: type[TllmError] = NonFiniteError if self.is_non_finite else RequestError
+        return kind(message, hint)
 
 
 class StageSpan(msgspec.Struct, frozen=True, array_like=True):

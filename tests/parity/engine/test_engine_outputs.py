@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.models.families import save_model
-from tllm.core.errors import ClusterError, RequestError
+from tllm.core.errors import ClusterError, NonFiniteError, RequestError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.model.transformer import Transformer
@@ -116,7 +116,7 @@ def test_a_prompt_whose_numbers_overflow_ends_alone(plan: str, folder: Path) -> 
                 stage.model.embed_tokens.register_forward_hook(overflow)
         for params in (GREEDY, msgspec.structs.replace(GREEDY, temperature=0.8, seed=1, logprobs=2)):
             beside = engine.submit(Request(id="beside", prompt_ids=(1, 2, 3), params=GREEDY))
-            with pytest.raises(RequestError, match="no finite numbers"):
+            with pytest.raises(NonFiniteError, match="no finite numbers"):
                 list(engine.submit(Request(id="bad", prompt_ids=(1, 2, bad), params=params)))
             assert [token for output in beside for token in output.token_ids] == want
         assert engine.generate([[1, 2, 3]], GREEDY) == [want], "in its pages, too"

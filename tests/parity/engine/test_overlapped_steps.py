@@ -9,7 +9,7 @@ import torch
 
 from tests.support.models.families import save_model
 from tests.support.serving.followed_layers import overlap
-from tllm.core.errors import RequestError
+from tllm.core.errors import NonFiniteError
 from tllm.engine.engine import Engine
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.spec.request import Output, Request, SamplingParams
@@ -107,7 +107,7 @@ def test_logits_that_are_no_numbers_end_a_reply_with_a_step_under_way(tmp_path: 
         stream = engine.submit(
             Request(id="a", prompt_ids=(5, 6), params=SamplingParams(max_tokens=20, **GREEDY))  # type: ignore[arg-type]
         )
-        with pytest.raises(RequestError, match="no finite numbers"):
+        with pytest.raises(NonFiniteError, match="no finite numbers"):
             list(stream)
         assert layers.batches == 5, "the step after it had begun"
         assert engine.generate([[5, 6]], SamplingParams(max_tokens=2, **GREEDY))  # type: ignore[arg-type]

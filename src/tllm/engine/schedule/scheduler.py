@@ -294,6 +294,7 @@ class Scheduler:
             cached_tokens=0 if before else sequence.prefix.found or 0,
             finish_reason=reason,
             error=sequence.fault if reason == "error" else "",
+            is_non_finite=sequence.prefix.is_doubtful,
         )
 
     def _end_pooled(self, sequence: Sequence, values: tuple[float, ...]) -> Output:
@@ -303,7 +304,7 @@ class Scheduler:
         self._remove(sequence)
         request_id, found = sequence.request.id, sequence.prefix.found or 0
         if not is_sound:
-            return Output(request_id=request_id, finish_reason=reason, error=sequence.fault)
+            return Output(request_id=request_id, finish_reason=reason, error=sequence.fault, is_non_finite=True)
         return Output(request_id=request_id, pooled=values, cached_tokens=found, finish_reason=reason)
 
     def _remove(self, sequence: Sequence) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from tllm.core.errors import RequestError
+from tllm.core.errors import NonFiniteError
 from tllm.engine.pages.page_table import Run
 from tllm.engine.schedule.batch import PLAIN_GREEDY, BatchEntry, Sampling
 from tllm.engine.schedule.grammar_state import GrammarState
 from tllm.engine.schedule.prompt_values import PromptValues
 from tllm.spec.request import FinishReason, Request
 
-NO_NUMBERS = RequestError(
+NO_NUMBERS = NonFiniteError(
     "the model comes to no finite numbers for this text, so that neither a token nor a value follows",
     "serve it in a wider dtype, bfloat16 or float32; if every prompt ends so, look at its weights",
 )

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from tllm.core.errors import ClusterError, RequestError
+from tllm.core.errors import ClusterError
 from tllm.engine.engine import Engine
 from tllm.node.serve.dense_layers import DenseLayers
 from tllm.server.openai.engine_client import Health
@@ -70,5 +70,5 @@ class Embedded:
             self._failure = output.message
             raise output
         if output.finish_reason == "error":
-            raise RequestError.of_text(output.error)
+            raise output.failure()
         return output

@@ -54,7 +54,8 @@ class OpenRequests:
         return len(self._open)
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
-        """The request's outputs; closing this cancels it. Raises RequestError, or what the cluster failed with."""
+        """The request's outputs; closing this cancels it. Raises RequestError or NonFiniteError, or what the cluster
+        failed with."""
         if request.id in self._open:
             raise RequestError(f"a request with id {request.id!r} is already running", "give each its own id")
         request = request.seeded()
@@ -70,7 +71,7 @@ class OpenRequests:
                 if isinstance(output, TllmError):
                     raise output
                 if output.finish_reason == "error":
-                    raise RequestError.of_text(output.error)
+                    raise output.failure()
                 yield output
         finally:
             del self._open[request.id]

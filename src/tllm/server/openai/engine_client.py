@@ -43,8 +43,9 @@ class EngineClient(Protocol):
     """What the server needs of an engine, wherever it runs.
 
     `submit` gives the request's outputs as they come, under its id; closing it cancels the request. It raises
-    `RequestError` where the request cannot be served as written and `ClusterError` where a node was lost. `stats` may
-    hold running, waiting, kv_usage, preemptions, prefix_queries, prefix_hits and more.
+    `RequestError` where the request cannot be served as written, `NonFiniteError` where the model comes to no numbers
+    for it and `ClusterError` where a node was lost. `stats` may hold running, waiting, kv_usage, preemptions,
+    prefix_queries, prefix_hits and more.
     """
 
     @property

@@ -87,7 +87,7 @@ def test_numbers_that_are_not_finite_are_an_error_of_that_prompt_and_its_pages_a
         step = scheduler.schedule()
         assert step is not None
         [output] = scheduler.accept(step, Results(number=step.batch.number, pooled=(values,)))
-        assert output.finish_reason == "error" and "finite" in output.error
+        assert output.finish_reason == "error" and "finite" in output.error and output.is_non_finite
         scheduler.add(request(f"after {kind}", PROMPT[:9]))
         assert ring.run()[0].cached_tokens == 0
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tllm.cluster.messages import Cancel, Message, Submit
-from tllm.core.errors import ClusterError, RequestError
+from tllm.core.errors import ClusterError, NonFiniteError, RequestError, TllmError
 from tllm.node.serve.open_requests import TRIES, OpenRequests
 from tllm.spec.request import Output, Request, SamplingParams
 
@@ -171,13 +171,18 @@ def test_a_request_that_no_epoch_survives_is_given_up(tokens: int) -> None:
     play(scene)
 
 
-def test_what_the_engine_refuses_is_the_requests_own_error() -> None:
+@pytest.mark.parametrize(("is_non_finite", "kind"), [(False, RequestError), (True, NonFiniteError)])
+def test_what_the_engine_refuses_is_the_requests_own_error(is_non_finite: bool, kind: type[TllmError]) -> None:
+    told = Output(
+        request_id="a", finish_reason="error", error="too long\nhint: shorten it", is_non_finite=is_non_finite
+    )
+
     async def scene() -> None:
         requests = OpenRequests(lambda message: None)
         task = asyncio.create_task(anext(requests.submit(ask("a"))))  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        requests.deliver((Output(request_id="a", finish_reason="error", error="too long\nhint: shorten it"),))
-        with pytest.raises(RequestError, match="too long") as caught:
+        requests.deliver((told,))
+        with pytest.raises(kind, match="too long") as caught:
             await task
         assert caught.value.hint == "shorten it"
 

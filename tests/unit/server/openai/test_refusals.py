@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.properties import examples
 from tests.unit.server.kit import client, get, post, refusal, run, say, serve
-from tllm.core.errors import CapacityError, ClusterError, ConfigError, RequestError, TllmError
+from tllm.core.errors import CapacityError, ClusterError, ConfigError, NonFiniteError, RequestError, TllmError
 from tllm.server.app import build_app
 from tllm.server.http.settings import RequestLimits, ServerSettings
 from tllm.server.openai.requests import ChatRequest, CompletionRequest
@@ -273,6 +273,7 @@ def test_all_names_that_are_served_are_told() -> None:
         (CapacityError("the prompt needs 9 pages, there are 4", "serve with more memory"), 400, "capacity"),
         (ClusterError("node b went away"), 503, "node_lost"),
         (TllmError("it broke"), 500, "engine_error"),
+        (NonFiniteError("the model comes to no finite numbers"), 500, "engine_error"),
     ],
 )
 def test_an_engines_refusal_has_a_status_even_for_a_stream(
