@@ -219,8 +219,10 @@ class LoraAdapters:
                 await self._ask_each(message)
                 return
             except ClusterError:
+                if not left:
+                    raise
                 await self._recovery.until(partial(self._is_over, message.epoch), CHANGE_SECONDS)
-                if not left or not self._is_over(message.epoch):  # no node is lost: one refuses
+                if not self._is_over(message.epoch):  # no node is lost: one refuses
                     raise
 
     async def _ask_each(self, message: LoadAdapter) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,16 +14,19 @@ from tests.support.models.adapters import save_adapter
 from tests.support.models.families import save_model
 from tests.unit.node.front_end.test_remote_engine import MODEL
 from tllm.cluster.certificates import Authority
+from tllm.cluster.messages import LoadAdapter
 from tllm.cluster.weight_messages import AdapterFiles
-from tllm.core.errors import CapacityError, ConfigError, RequestError
+from tllm.core.errors import CapacityError, ClusterError, ConfigError, RequestError
 from tllm.engine.schedule.limits import EngineConfig
 from tllm.node.coordinator.cluster_options import LOOPBACK, ClusterOptions
 from tllm.node.replication.replicated_work import replicated_work, workload_of
-from tllm.node.serve.lora_adapters import LoraAdapters
+from tllm.node.serve.lora_adapters import CHANGE_SECONDS, LOAD_SECONDS, TRIES, LoraAdapters
 from tllm.node.serve.open_cluster import serving_workload
 from tllm.node.serve.serving import Serving
 from tllm.spec.lora.lora_config import ServedLoras
 from tllm.spec.request import Output
+
+LOAD_ON_EACH_RANK = LoraAdapters._load_on_each_rank
 
 
 @pytest.fixture
@@ -121,6 +125,27 @@ def test_an_adapter_that_requests_still_have_is_said_to_be_why_there_is_no_room(
         await cluster.adapters.load("a", known.paths["a"])
 
     asyncio.run(scene())
+
+
+def test_the_last_try_to_load_one_waits_for_no_other(cluster: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds, after which nothing was tried again."""
+    waits, coordinator = list[float](), SimpleNamespace(state=SimpleNamespace(epoch=0))
+
+    async def until(is_so: Callable[[], bool], seconds: float) -> None:
+        waits.append(seconds)
+
+    async def fail(self: LoraAdapters, message: LoadAdapter) -> None:
+        coordinator.state.epoch += 1
+        raise ClusterError("a node is lost")
+
+    adapters = cluster.adapters
+    monkeypatch.setattr(LoraAdapters, "_ask_each", fail)
+    monkeypatch.setattr(adapters, "_coordinator", coordinator)
+    monkeypatch.setattr(adapters, "_recovery", SimpleNamespace(is_open=True, until=until))
+    monkeypatch.setattr(adapters, "_check_room", lambda: None)
+    with pytest.raises(ClusterError, match="a node is lost"):
+        asyncio.run(LOAD_ON_EACH_RANK(adapters, AdapterFiles("a", 1, {})))
+    assert waits == [LOAD_SECONDS, CHANGE_SECONDS] * (TRIES - 1) + [LOAD_SECONDS]
 
 
 async def _endless() -> AsyncGenerator[Output, None]:
