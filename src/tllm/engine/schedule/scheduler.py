@@ -7,7 +7,6 @@ There is no prefill or decode phase (continuous batching): a sequence has tokens
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import insort
 from collections.abc import Callable
@@ -299,11 +298,10 @@ class Scheduler:
 
     def _end_pooled(self, sequence: Sequence, values: tuple[float, ...]) -> Output:
         """A prompt that is pooled has come to these values, and to its end."""
-        is_sound = all(map(math.isfinite, values))
-        reason: FinishReason = "stop" if is_sound else sequence.fail()
+        reason = sequence.end_pooled(values)
         self._remove(sequence)
         request_id, found = sequence.request.id, sequence.prefix.found or 0
-        if not is_sound:
+        if reason == "error":
             return Output(request_id=request_id, finish_reason=reason, error=sequence.fault, is_non_finite=True)
         return Output(request_id=request_id, pooled=values, cached_tokens=found, finish_reason=reason)
 

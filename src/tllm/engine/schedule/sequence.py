@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -30,7 +31,8 @@ class SequenceState(Enum):
 class PrefixRecord:
     """What the prefix cache notes of one sequence.
 
-    `names` are those of its full pages, as far as they were needed. Others can find its first `num_added` pages.
+    `names` are those of its full pages, as far as they were needed. Others can find its first `num_added` pages. After
+    the first `num_proven` tokens that are in pages now the model came to numbers.
     `found` is how many of its tokens were found when it first began, None before that; `from_disk` of them were read
     from disk. `is_sought`: what disk has of it was sought, since it came or last ran. `is_doubtful`: its pages may hold
     what are no numbers.
@@ -38,6 +40,7 @@ class PrefixRecord:
 
     names: list[bytes]
     num_added: int = 0
+    num_proven: int = 0
     found: int | None = None
     from_disk: int = 0
     is_sought: bool = False
@@ -163,6 +166,7 @@ class Sequence:
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take the next token; says why the sequence ends with it, if it does."""
+        self.prefix.num_proven = len(self.token_ids)
         self.token_ids.append(token_id)
         if self.grammar is not None and self.grammar.advance(token_id):
             return "error" if self.grammar.fault else "stop"
@@ -170,6 +174,13 @@ class Sequence:
         if token_id in self.stop_ids and count > params.min_tokens:
             return "stop"
         return "length" if count >= params.max_tokens else None
+
+    def end_pooled(self, values: tuple[float, ...]) -> FinishReason:
+        """Why it ends with the values that its prompt has come to."""
+        if not all(map(math.isfinite, values)):
+            return self.fail()
+        self.prefix.num_proven = len(self.token_ids)
+        return "stop"
 
     def fail(self) -> FinishReason:
         """The model's numbers for it are none: it ends, and what it has computed is not to be trusted."""
@@ -187,6 +198,7 @@ class Sequence:
     def begin(self, found: int) -> None:
         """Run, with so many tokens that need no computing."""
         self.computed = self.scheduled = found
+        self.prefix.num_proven = 0
         self.state = SequenceState.RUNNING
 
     def restart(self) -> None:

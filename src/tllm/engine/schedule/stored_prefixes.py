@@ -2,8 +2,9 @@
 
 It lives beside the scheduler. The driver sends the messages that it gives round the ring (`page_moves.py`).
 
-A page is saved when a sequence that has filled it lets go of it. It stays in the cache meanwhile; should it be given
-to another sequence first, its message goes before the batch that writes over it.
+A page is saved when a sequence lets go of it to which the model gave a token after it: what comes to no numbers would
+be found on disk for ever, though a fault of memory that had passed were the reason. It stays in the cache meanwhile;
+should it be given to another sequence first, its message goes before the batch that writes over it.
 
 A sequence whose prefix goes on on disk after what is in the cache waits until that was read, in parts, into pages of
 its own; sequences behind it begin meanwhile. Then these pages can be found as if they had been computed here. What
@@ -83,9 +84,11 @@ class StoredPrefixes:
         return bool(self._to_save or self._urgent)
 
     def release(self, sequence: Sequence, page_table: tuple[Run, ...]) -> None:
-        """A sequence lets go of its pages: those that can be found and are not on disk are to be saved."""
-        sequence.prefix.is_sought = False
-        for place, page in enumerate(pages_of(page_table)[: sequence.prefix.num_added]):
+        """A sequence lets go of its pages: those that are proven, can be found and are not on disk are to be saved."""
+        record = sequence.prefix
+        record.is_sought = False
+        proven = min(record.num_added, record.num_proven // self._pool.page_size)
+        for place, page in enumerate(pages_of(page_table)[:proven]):
             if page not in self._prefix_cache:
                 continue
             name, _ = self._prefix_cache.content(page)

@@ -24,7 +24,7 @@ from tllm.engine.schedule.prefix_cache import PageContent
 from tllm.engine.schedule.scheduler import Scheduler
 from tllm.engine.schedule.stored_prefixes import MAX_LOADS
 from tllm.engine.stage_pages import StagePages, check_pages
-from tllm.spec.request import Output, Request
+from tllm.spec.request import Output, PoolingParams, Request, SamplingParams
 
 PROMPT = [*range(1, 11)]  # two full pages of four, and half of one
 
@@ -266,6 +266,27 @@ def test_a_cancelled_sequence_lets_go_of_what_is_read_for_it() -> None:
             assert ring.scheduler.pages.pool.num_free == ring.scheduler.limits.num_pages
             assert not ring.stage.fetched, "nothing that was read is left with the ranks"
             assert cached(ring, request("c", prompt)) == 28
+
+
+@pytest.mark.parametrize("output_ids", [(), (7,)])
+def test_pages_are_saved_once_the_model_came_to_a_token_after_them(output_ids: tuple[int, ...]) -> None:
+    """Those of a prompt that is cancelled may hold what are no numbers, and every later prompt read them from disk."""
+    disk, prompt = FakeDisk(), [*range(1, 31)]
+    ring = DiskRing(disk)
+    ring.scheduler.add(msgspec.structs.replace(request("a", prompt), output_ids=output_ids))
+    assert not ring.step() and ring.scheduler.cancel("a")
+    assert not ring.run() and not disk.pages
+    assert cached(ring, request("b", prompt)) == 16, "in memory they are found"
+    assert len(disk.pages) == (30 + 3) // 4
+
+
+def test_pages_of_a_pooled_prompt_are_saved() -> None:
+    disk = FakeDisk()
+    ring = DiskRing(disk, hidden_size=1)
+    params = SamplingParams(max_tokens=1, temperature=0)
+    ring.scheduler.add(Request(id="m", prompt_ids=(*range(1, 31),), params=params, pooling=PoolingParams(kind="mean")))
+    assert [output.pooled for output in ring.run()] == [(15.5,)]
+    assert len(disk.pages) == 30 // 4
 
 
 def test_prompts_whose_log_probabilities_are_wanted_are_computed() -> None:
