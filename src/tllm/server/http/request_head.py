@@ -25,12 +25,13 @@ def has_end(data: bytes, begin: int) -> bool:
 
 
 def head_fault(data: bytes, max_headers: int) -> str:
-    """What is wrong with the head that `data` begins with, "" if nothing is; a head may be there in part.
+    """What is wrong with the head that `data` begins with, which is there to its end (`has_end`); "" if nothing is.
 
     What this does not name is for the parser to judge.
     """
     end = _END.search(data)
-    head = data if end is None else data[: end.end()]
+    assert end is not None, "a head is looked at when it is whole"
+    head = data[: end.end()]
     if _BARE_LF.search(head):
         return "a line of the head ends with a line feed alone"
     if _BARE_CR.search(head):
