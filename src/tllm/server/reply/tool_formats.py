@@ -69,17 +69,20 @@ def mistral(scanner: Scanner, schemas: Schemas) -> Steps[None]:
     while (yield from scanner.until(("[TOOL_CALLS]",), TextPiece, strip=True)):
         begun = scanner.space + "[TOOL_CALLS]" + (yield from scanner.skip_space())
         if (yield from scanner.take("[")):
+            begun += "["
             while True:
-                yield from scanner.skip_space()
+                space = yield from scanner.skip_space()
                 refused = yield from json_call(scanner, calls)
                 if refused is not None:
-                    if refused:
-                        yield TextPiece(refused)
+                    if text := (begun and begun + space) + refused:
+                        yield TextPiece(text)
                     break
-                calls += 1
+                calls, begun = calls + 1, ""
                 yield from scanner.skip_space()
                 if not (yield from scanner.take(",")):
                     break
+            if begun:  # it was no list of calls
+                continue
             yield from scanner.take("]")
         else:
             name, mark = yield from scanner.text_until(("[ARGS]", "{"))

@@ -85,6 +85,13 @@ CASES: dict[str, tuple[ReplyParsers, str, str, str, list[tuple[str, str]]]] = {
         "|",
         [("f", HARD_TEXT), ("g", "{}")],
     ),
+    "mistral, what is no call": (
+        ReplyParsers("mistral"),
+        "",
+        '[TOOL_CALLS] [ {"a": 1} , 2] and [TOOL_CALLS][] and [TOOL_CALLS][{"name": "g", "arguments": {}}, 3]',
+        '|[TOOL_CALLS] [ {"a": 1} , 2] and [TOOL_CALLS][] and3]',
+        [("g", "{}")],
+    ),
     "mistral, each with a mark": (
         ReplyParsers("mistral", "mistral"),
         "",
