@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tllm.core.disk import whole_file
+from tllm.core.disk import PRIVATE_DISK, private_file
 from tllm.core.errors import AuthError
 
 COORDINATOR = "coordinator"
@@ -95,7 +95,7 @@ class Authority:
             if not key_path.exists() and _write_once(key_path, _key_pem(ec.generate_private_key(ec.SECP256R1()))):
                 certificate_path.unlink(missing_ok=True)
             if key_path.stat().st_mode & 0o077:
-                raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}")
+                raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}; or {PRIVATE_DISK}")
             key = key_path.read_bytes()
             try:
                 if not certificate_path.exists():
@@ -276,7 +276,7 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _write_once(path: Path, content: bytes) -> bool:
     """A file that only its owner can read, whole and on the disk; whether no other process has just made it."""
     try:
-        with whole_file(path, 0o600, replaces=False) as file:
+        with private_file(path, replaces=False) as file:
             file.write(content)
     except FileExistsError:
         return False

@@ -13,12 +13,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 from tllm.cluster.channel import Channel, TimedReader
+from tllm.core.disk import open_files
 from tllm.core.errors import AuthError, ClusterError, ConfigError, TllmError
 
 log = logging.getLogger("tllm.cluster")
 
 HANDSHAKE_SECONDS = 3.0
 BUFFER_BYTES = 256 * 1024
+
+NODES_FILES = 8192
+"""Descriptors for a process that serves nodes, where the system allows them: thousands of nodes keep connections."""
 
 Address = tuple[str, int]
 """Host and port."""
@@ -69,6 +73,7 @@ async def serve_connections(
 
     What `serve` raises ends this. Closes the listening socket at its end.
     """
+    open_files(NODES_FILES)
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -4,6 +4,8 @@ disk that takes no more."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import logging
 import math
 import os
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tllm.core.errors import ConfigError
+from tllm.core.errors import AuthError, ConfigError
 
 log = logging.getLogger("tllm")
 
@@ -27,6 +29,9 @@ STALE_SECONDS = 3600.0
 
 READABLE = "see that it is there, and that this user may read it"
 """What to do about a file of a model that cannot be read."""
+
+PRIVATE_DISK = "keep it on another disk, or mount this one with umask=077"
+"""What to do about a secret on a disk that lets others read each file, as one with FAT may."""
 
 LFS_POINTER = "is a pointer of Git LFS and not the file itself"
 LFS_HINT = "`git lfs pull` in its folder fetches the files; or give the model's name, ORG/NAME"
@@ -67,12 +72,43 @@ def whole_file(path: Path, mode: int = 0o666, *, synced: bool = True, replaces: 
         if replaces:
             beside.replace(path)
         else:
-            os.link(beside, path)
-            beside.unlink()
+            _name_once(beside, path)
     except BaseException:  # an interrupt too leaves nothing behind
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What systems answer on disks without hard links, as those with FAT and some shares of a network."""
+
+
+def _name_once(beside: Path, path: Path) -> None:
+    """Rename a whole file. FileExistsError where another has the name already."""
+    try:
+        os.link(beside, path)
+        beside.unlink()
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # as a rename would take the place of what another process has just made
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+            beside.rename(path)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def private_file(path: Path, *, replaces: bool = True) -> Iterator[BinaryIO]:
+    """A `whole_file` that only its owner can read. AuthError, before anything is in it, where its disk lets others read
+    each file."""
+    with whole_file(path, 0o600, replaces=replaces) as file:
+        if os.fstat(file.fileno()).st_mode & 0o077:
+            raise AuthError(f"{path} would be readable by others: its disk keeps no modes of files", PRIVATE_DISK)
+        yield file
 
 
 def remove_stale(parts: Iterable[Path]) -> None:

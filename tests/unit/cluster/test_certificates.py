@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import datetime
+import errno
+import os
 import ssl
 import stat
 import threading
@@ -46,8 +48,17 @@ def test_the_authority_is_made_once_and_its_key_is_private(tmp_path: Path) -> No
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_of_two_processes_that_make_it_at_once_both_have_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_two_processes_that_make_it_at_once_both_have_the_same(
+    has_links: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The later one's files would make the earlier one's cluster one that nobody finds again."""
+
+    def link(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as on a disk with FAT
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", link)
     begins = threading.Barrier(8)
 
     def opened(_: int) -> Authority:

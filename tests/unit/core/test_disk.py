@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tllm.core.disk import given_path, open_files, print_line, whole_file, write_whole
-from tllm.core.errors import ConfigError
+from tllm.core.disk import given_path, open_files, print_line, private_file, whole_file, write_whole
+from tllm.core.errors import AuthError, ConfigError
 
 
 def test_it_takes_the_place_of_the_old_one_at_once(tmp_path: Path) -> None:
@@ -48,6 +49,31 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(
         with pytest.raises(FileExistsError), whole_file(path, replaces=False) as file:
             file.write(b"newer")
     assert path.read_bytes() == b"new" and sorted(os.listdir(tmp_path)) == ["checked", "facts"]
+
+
+def test_on_a_disk_without_hard_links_the_first_is_still_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as on FAT
+
+    monkeypatch.setattr(os, "link", link)
+    with private_file(tmp_path / "secret", replaces=False) as file:
+        file.write(b"first")
+    with pytest.raises(FileExistsError), private_file(tmp_path / "secret", replaces=False) as file:
+        file.write(b"second")
+    assert (tmp_path / "secret").read_bytes() == b"first" and os.listdir(tmp_path) == ["secret"]
+
+
+def test_nothing_is_written_of_a_secret_that_others_could_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, mode: opened(path, flags, 0o644))  # as on FAT
+    with (
+        pytest.raises(AuthError, match="secret would be readable by others") as found,
+        private_file(tmp_path / "secret") as file,
+    ):
+        file.write(b"key")
+    assert "umask=077" in found.value.hint and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no space"), KeyboardInterrupt(), ValueError("no number")])

@@ -25,7 +25,7 @@ import msgspec
 from tllm.cluster.connection import parse_address
 from tllm.cluster.join_token import JoinToken
 from tllm.comm.c10d.secret import secret_from_environment
-from tllm.core.disk import whole_file
+from tllm.core.disk import private_file
 from tllm.core.errors import AuthError, ClusterError, ConfigError
 from tllm.node.machine.launcher_env import Launched
 from tllm.node.machine.process_facts import WILDCARDS, cores, reachable
@@ -59,7 +59,7 @@ class LaunchedTasks:
         """Tell them where the coordinator is, until `stop`."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(self._file, 0o600) as file:
+            with private_file(self._file) as file:
                 file.write(f"{address} {token}\n".encode())
         except OSError as error:
             raise ConfigError(

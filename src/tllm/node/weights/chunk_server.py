@@ -11,13 +11,14 @@ import asyncio
 import hashlib
 import logging
 import socket
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
 from tllm.cluster.certificates import Identity
 from tllm.cluster.channel import Channel
-from tllm.cluster.connection import accept_tls, listen, reason_of, serve_connections
+from tllm.cluster.connection import NODES_FILES, accept_tls, listen, reason_of, serve_connections
 from tllm.cluster.messages import FromFetcher, Message
 from tllm.cluster.tls import data_server
 from tllm.cluster.weight_messages import (
@@ -31,6 +32,7 @@ from tllm.cluster.weight_messages import (
     PageNames,
     PagesFound,
 )
+from tllm.core.disk import open_files
 from tllm.core.errors import TllmError, WeightsError
 from tllm.core.tasks import end_tasks
 from tllm.engine.page_store.page_folder import Box, PageFolder
@@ -46,7 +48,10 @@ MESSAGE_BYTES = 256 * 1024
 """Of a chunk, in one message. Each that comes shows that the server lives, on slow links too."""
 
 MAX_GUESTS = 64
-"""Connections that have not shown a certificate yet. Of nodes each may keep its own, however many there are."""
+"""Connections that have not shown a certificate yet."""
+
+IDLE_SECONDS = 60.0
+"""A node that has asked for nothing for so long gives way to another; its connection is opened anew when it asks."""
 
 NAMES_AT_ONCE = 4096
 """Names of pages in one message."""
@@ -94,6 +99,7 @@ class ChunkServer:
         self._hub: HubChunks | None = None
         self._context = data_server(identity)
         self._guests = 0
+        self._members = set[Channel]()
         self.refused = self.refused_frames = 0
         self._reads = asyncio.Semaphore(READS)
         self._socket = listen(host, 0)
@@ -111,6 +117,9 @@ class ChunkServer:
         if self._guests >= MAX_GUESTS:
             self._refuse(sock, peer, f"{MAX_GUESTS} connections without a certificate are open already")
             return
+        if not self._has_room():
+            self._refuse(sock, peer, f"{len(self._members)} nodes fetch weights already")
+            return
         self._guests += 1
         try:
             channel = await accept_tls(sock, self._context, peer, FromFetcher, 2 * MESSAGE_BYTES)
@@ -119,6 +128,7 @@ class ChunkServer:
             return
         finally:
             self._guests -= 1
+        self._members.add(channel)
         try:
             await channel.run(
                 {
@@ -133,8 +143,21 @@ class ChunkServer:
         except TllmError as error:
             log.warning("%s was lent no more weights: %s", channel.peer_name(), error.message)
         finally:
+            self._members.discard(channel)
             self.refused_frames += channel.refused
             await channel.close()
+
+    def _has_room(self) -> bool:
+        """Whether one more connection leaves this process three quarters of its descriptors, for its own to others, for
+        links and for files; one that is idle is ended for it."""
+        if len(self._members) < open_files(NODES_FILES) // 4:
+            return True
+        idlest = min(self._members, key=lambda channel: channel.heard)
+        if time.monotonic() - idlest.heard < IDLE_SECONDS:
+            return False
+        self._members.remove(idlest)
+        idlest.abort()
+        return True
 
     def _refuse(self, sock: socket.socket, peer: str, why: str) -> None:
         sock.close()

@@ -77,6 +77,34 @@ def test_a_node_has_its_connection_however_many_others_have_one(monkeypatch: pyt
     asyncio.run(connect())
 
 
+def test_nodes_take_a_part_of_the_descriptors_and_idle_ones_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster of a thousand nodes the connections that each keeps to each would leave none for anything else."""
+    monkeypatch.setattr(chunk_server, "open_files", lambda wanted: 8)
+
+    async def connect() -> None:
+        authority = Authority.create()
+        server = ChunkServer(HERE, authority.identity("lender"), ChunkCache(None, 0))
+        running = asyncio.create_task(server.run())
+        nodes = [ChunkConnections((HERE, 1), authority.identity(f"node-{number}")) for number in range(3)]
+        found = ChunkFound(b"", "lender", HERE, server.port)
+        async with asyncio.timeout(30):
+            first, _ = [await node.to(found) for node in nodes[:2]]
+            waiting = asyncio.create_task(nodes[2].to(found))
+            while not server.refused:
+                await asyncio.sleep(0.01)
+            assert await nodes[0].to(found) is first
+            monkeypatch.setattr(chunk_server, "IDLE_SECONDS", 0.0)
+            await waiting
+            while await nodes[0].to(found) is first:
+                await asyncio.sleep(0.01)
+        for node in nodes:
+            await node.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(connect())
+
+
 class Folder:
     """Files of which `slow` chunks are read once `goes_on` is set."""
 
