@@ -42,3 +42,10 @@ def test_the_lock_of_the_site_agrees_with_the_others() -> None:
     assert names(extras["docs"]) <= set(site)
     assert not set(site) & set(runtime), "what tllm runs with is locked in requirements.lock alone"
     assert {name: site[name] for name in set(site) & set(dev)} == {name: dev[name] for name in set(site) & set(dev)}
+
+
+def test_variables_of_ours_are_listed() -> None:
+    """The page of the environment has every variable under our name that the source reads, and no other."""
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text("utf-8")
+    source = "".join(path.read_text("utf-8") for path in SOURCE.rglob("*.py"))
+    assert set(re.findall(r"`(TLLM_\w+)`", page)) == set(re.findall(r'"(TLLM_\w+)"', source))
