@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -125,6 +126,14 @@ def test_every_rule_is_evaluated(prometheus: Prometheus) -> None:
     assert {rule["health"] for rule in group["rules"]} == {"ok"}, [rule.get("lastError") for rule in group["rules"]]
 
 
+def test_what_each_node_tells_of_the_whole_cluster_is_not_added_up() -> None:
+    """Every node with an HTTP server tells the engine's numbers: of three, sums would be three times what there is."""
+    of_the_engine = {name for name, _ in GAUGES.values()} | {f"{name}_total" for name, _ in COUNTERS.values()}
+    targets = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
+    summed = [one for one in targets if one.startswith("sum") and set(re.findall(r"[\w:]+", one)) & of_the_engine]
+    assert not [one for one in summed if " / sum(" not in one]  # of a ratio both are as many times too large
+
+
 def test_panels_do_not_cover_one_another() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in BOARD["panels"]:
@@ -142,7 +151,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "TllmDown": ({'up{job="tllm", instance="a:1"}': "1 0x30"}, "10m"),
     "TllmRankLost": ({f"tllm_losses{SERIES}}}": "0x15 2x15"}, "17m"),
     "TllmStalled": (
-        {f"vllm:num_requests_running{SERIES}}}": "1x30", f"vllm:generation_tokens_total{SERIES}}}": "5x30"},
+        {f"vllm:num_requests_running{SERIES}}}": "1x30", f"tllm_batches{SERIES}}}": "5x30"},
         "10m",
     ),
     "TllmQueueStands": ({f"vllm:num_requests_waiting{SERIES}}}": "3x30"}, "15m"),
@@ -183,7 +192,8 @@ def test_alarms_are_raised_when_they_should_and_only_then(tmp_path: Path) -> Non
         'up{job="tllm", instance="a:1"}': "1x30",
         f"tllm_losses{SERIES}}}": "2x30",
         f"vllm:num_requests_running{SERIES}}}": "1x30",
-        f"vllm:generation_tokens_total{SERIES}}}": "0+500x30",
+        f"tllm_batches{SERIES}}}": "0+500x30",
+        f"vllm:generation_tokens_total{SERIES}}}": "5x30",  # others are asked at other nodes
         f"vllm:num_requests_waiting{SERIES}}}": "3x9 0 3x20",
         f"vllm:kv_cache_usage_perc{SERIES}}}": "0.99x30",
         f"vllm:num_preemptions_total{SERIES}}}": "4x30",
