@@ -34,7 +34,7 @@ from tllm.spec.plan import Plan
 from tllm.spec.process_groups import RoleName
 from tllm.spec.request import Output, Request, StageSpan
 
-PROTOCOL = 20
+PROTOCOL = 21
 """Changes with any change to a message here. Both ends must speak the same; there is no guessing."""
 
 GUEST_BYTES = 16 * 1024
@@ -440,11 +440,13 @@ class TakeRole(Message, frozen=True, kw_only=True):
 
 
 class RolePlaces(Message, frozen=True):
-    """All nodes that have a role now, to the node of rank 0, which asks them for the `run`."""
+    """All nodes that answer in a role now, to the node of rank 0, which asks them for the `run`; and by their names how
+    far others have read their model that are to."""
 
     role: RoleName
     places: tuple[RankAddress, ...]
     run: str = ""
+    reading: dict[str, Progress] = msgspec.field(default_factory=dict)
 
 
 class RoleAsker(Message, frozen=True):

@@ -22,6 +22,7 @@ from tllm.training.policy.rewarded_rows import RewardedRows
 from tllm.training.policy.rollouts import Rollouts, sampling_of
 from tllm.training.policy.sample_together import CompletionSampler, StepSampler
 from tllm.training.policy.tool_turns import Tools, make_sampler
+from tllm.training.questions.waiting_ranks import WaitingRanks
 from tllm.training.reward_models.model_rewards import ModelRewards
 from tllm.training.rollout_servers.remote_rollouts import RemoteRollouts
 from tllm.training.rollout_servers.sampled_ahead import PositionAhead, SampledAhead
@@ -68,8 +69,10 @@ def rows_feed(
     config: RankConfig, initial_model: InitialModel | None, prefetch: int, with_positions: bool
 ) -> FeedAndPosition:
     """Of rows that stand in the data; the next `prefetch` steps are read meanwhile."""
-    batches = None if initial_model is None else open_batches(config.job, initial_model, config.answerers, config.stop)
-    links, size = config.groups.data, config.job.microbatch_size
+    batches, links, size = None, config.groups.data, config.job.microbatch_size
+    if initial_model is not None:
+        still = WaitingRanks(links).still
+        batches = open_batches(config.job, initial_model, config.answerers, config.stop, still)
     return BatchFeed(config.plan, links, size, batches, prefetch, with_positions), batches
 
 
@@ -101,7 +104,8 @@ def _judged(
     """What rank 0 makes of completions: rewards judge them, or a teacher."""
     job = config.job
     if job.distill is not None:
-        teachers = TeacherPool.open(job, initial_model, config.answerers, config.stop)
+        still = WaitingRanks(config.groups.data).still
+        teachers = TeacherPool.open(job, initial_model, config.answerers, config.stop, still)
         return OnPolicyRows(job, prompts, initial_model.reply_tokenizer.eos_ids, teachers)
     assert rewards is not None, "rank 0 has them where nothing else judges"
     return RewardedRows(job, prompts, rewards)
@@ -116,7 +120,8 @@ def completion_source(config: RankConfig, initial_model: InitialModel | None, ro
     if job.rollouts.calls_tools:
         tools = Tools(job.rollouts, tokenizer, ChatTemplate.from_folder(initial_model.folder, tokenizer), modules)
     environments = None if tools is None else tools.functions.environments
-    model = ModelRewards.open(job.rollouts, config.answerers, config.stop, job.deterministic)
+    still = WaitingRanks(config.groups.data).still
+    model = ModelRewards.open(job.rollouts, config.answerers, config.stop, job.deterministic, still)
     return CompletionSource(rollouts, CompletionRewards(job.rollouts, tokenizer, modules, environments, model), tools)
 
 

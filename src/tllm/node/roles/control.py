@@ -57,7 +57,7 @@ from tllm.node.roles.controlled_node import Beside, ControlledNode
 from tllm.node.roles.rank_addresses import KnownRankAddresses
 from tllm.node.weights.chunk_fetcher import ChunkFetcher
 from tllm.spec.request import Output
-from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces, AskingRun
+from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces, AskingRun, ReadingAnswerer
 
 log = logging.getLogger("tllm.node")
 
@@ -406,7 +406,8 @@ class Control:
 
     async def _know_answerers(self, message: RolePlaces) -> None:
         places = [AnswererPlace(at.node, (at.host, at.port), at.node, message.run) for at in message.places]
-        self.inbox.answerers.tell(message.role, places)
+        reading = [ReadingAnswerer(node, read.done, read.total) for node, read in message.reading.items()]
+        self.inbox.answerers.tell(message.role, [*places, *reading])
 
     async def _know_asker(self, message: RoleAsker) -> None:
         self.inbox.asker = AskingRun(message.node, message.run)

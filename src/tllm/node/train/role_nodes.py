@@ -17,7 +17,7 @@ from itertools import islice
 
 import msgspec
 
-from tllm.cluster.messages import RankAddress, RoleAsker, RolePlaces, RoleTaken, TakeRole
+from tllm.cluster.messages import Progress, RankAddress, RoleAsker, RolePlaces, RoleTaken, TakeRole
 from tllm.cluster.settings import TrainSettings
 from tllm.cluster.state import Member, RankLoading, RankRefused, RoleBegan, RoleGiven
 from tllm.core.errors import ClusterError, ConfigError, LinkError, TllmError, WeightsError
@@ -54,7 +54,8 @@ TEAMS_LOOKED_AT = 64
 """Of all that could be made of the nodes that are there, where some are left alone for a while."""
 
 LOOK_SECONDS = 0.5
-"""Between two looks at whose team is broken, which a heartbeat says that wakes nobody."""
+"""Between two looks at whose team is broken, which a heartbeat says that wakes nobody, and at how far nodes have read
+their model, which wakes nobody either."""
 
 
 class RoleNodes:
@@ -183,11 +184,11 @@ class RoleNodes:
             for place in places:
                 if place.node in channels:
                     channels[place.node].post(RoleAsker(first[0].node, settings.run))
-            channels[first[0].node].post(RolePlaces(role, places, settings.run))
+            channels[first[0].node].post(RolePlaces(role, places, settings.run, self._reading(role)))
 
     async def _tell_changes(self) -> None:
         while True:
-            await self._members.until(lambda: self._known() != self._told)
+            await self._look_until(lambda: self._known() != self._told)
             self.tell()
 
     async def _fill(self, is_settled: Callable[[], bool]) -> None:
@@ -196,10 +197,7 @@ class RoleNodes:
 
         async with asyncio.TaskGroup() as giving:  # who reads a model keeps no other from a role
             while True:
-                while not is_due():
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_SECONDS):
-                            await self._members.until(is_due)
+                await self._look_until(is_due)
                 self._free_stranded()
                 vacancy = self._vacancy()
                 if vacancy is None:
@@ -216,6 +214,13 @@ class RoleNodes:
                     continue
                 self._put_together(role, team)
                 giving.create_task(self._try(team, order))
+
+    async def _look_until(self, holds: Callable[[], bool]) -> None:
+        """As `Membership.until`, of what may come to hold without a notice."""
+        while not holds():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._members.until(holds)
 
     async def _try(self, team: Sequence[Member], order: TakeRole) -> None:
         """Let a team that was put together take its role. Where it cannot, other nodes may."""
@@ -387,9 +392,14 @@ class RoleNodes:
         holders = [member for member in self._holders(role) if member.answers_at]
         return tuple(RankAddress(member.node, member.facts.host, member.answers_at) for member in holders)
 
+    def _reading(self, role: RoleName) -> dict[str, Progress]:
+        """How far those have read their model that take the role now."""
+        taking = [member for member in self._holders(role) if _process(member) in self._trying]
+        return {member.node: member.progress for member in taking if member.phase == "loading"}
+
     def _known(self) -> object:
         """What rank 0 is to know, and in which epoch."""
-        return self._members.state.epoch, [self._places(role) for role in self.wanted]
+        return self._members.state.epoch, [(self._places(role), self._reading(role)) for role in self.wanted]
 
     def _vacancy(self) -> tuple[RoleName, Sequence[Member]] | None:
         """A role that lacks a team, and nodes for it: those that have the role and no team, and such as are free: not

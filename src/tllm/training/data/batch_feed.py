@@ -19,6 +19,7 @@ from tllm.spec.plan import Plan
 from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED, Values
 from tllm.training.data.packing import ArrayType, PackedRow, deal
+from tllm.training.questions.waiting_ranks import heard
 
 LIMIT = 1 << 30
 """Bytes of one step's rows for one rank, at most."""
@@ -201,8 +202,8 @@ def send_parts(parts: Sequence[ReplicaBatch], plan: Plan, links: Mapping[int, Li
 
 
 def receive_part(links: Mapping[int, Link]) -> ReplicaBatch:
-    """On another rank: what rank 0 sent."""
-    return decoded(links[0].recv_bytes(LIMIT), _BATCHES, NO_ROWS)
+    """On another rank: what rank 0 sent, however long it says that it waits for it."""
+    return decoded(heard(links, LIMIT), _BATCHES, NO_ROWS)
 
 
 def split_global_batch(

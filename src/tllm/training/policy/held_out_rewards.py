@@ -24,6 +24,7 @@ from tllm.training.policy.completion_rewards import CompletionRewards, Written
 from tllm.training.policy.rollouts import Completion, RolloutOrder
 from tllm.training.policy.sample_together import CompletionSampler, dealt
 from tllm.training.policy.started_prompts import StartedPrompts, start_prompts
+from tllm.training.questions.waiting_ranks import WaitingRanks
 from tllm.training.step.rank_groups import RankConfig
 
 
@@ -64,7 +65,7 @@ class HeldOutRewards:
 
     def evaluate(self, step: int) -> Evaluated:
         """With the weights that the model has now; a reward that goes wrong is its fault, on every rank."""
-        world = self._config.groups.world
+        world, waiting = self._config.groups.world, WaitingRanks(self._config.groups.data)
         found: list[RewardedPrompts] = []
         evaluated, number = Evaluated(), 0
         while True:
@@ -79,6 +80,7 @@ class HeldOutRewards:
                     found.append(self._rewarded(completions))
                 except ConfigError as error:
                     evaluated = Evaluated(fault=(error.message, error.hint))
+            waiting.meet()
             number += 1
         if found and evaluated.fault is None:
             evaluated = Evaluated(metrics=self._metrics(found))

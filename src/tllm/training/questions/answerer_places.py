@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from tllm.core.memory import amount
 
 
 class AnswererPlace(NamedTuple):
@@ -17,6 +20,22 @@ class AnswererPlace(NamedTuple):
     run: str = ""
 
 
+@dataclass(frozen=True)
+class ReadingAnswerer:
+    """A node that is to answer once it has read its model, of which it has `bytes_read` of `total` bytes."""
+
+    name: str
+    bytes_read: int
+    total: int
+
+    @property
+    def trouble(self) -> str:
+        return f"has read {amount(self.bytes_read)} of {amount(self.total)} of its model"
+
+    def close(self) -> None:
+        """Nothing runs here."""
+
+
 class AskingRun(NamedTuple):
     """Who asks: the `node` that its certificate names, for a `run`."""
 
@@ -24,8 +43,11 @@ class AskingRun(NamedTuple):
     run: str = ""
 
 
-Hear = Callable[[Sequence[AnswererPlace]], object]
-"""hear(all places of a role)"""
+KnownAnswerers = Sequence[AnswererPlace | ReadingAnswerer]
+"""All that have a role, or take it."""
+
+Hear = Callable[[KnownAnswerers], object]
+"""hear(all of a role)"""
 
 
 class AnswererPlaces:
@@ -33,10 +55,10 @@ class AnswererPlaces:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: dict[str, Sequence[AnswererPlace]] = {}
+        self._places: dict[str, KnownAnswerers] = {}
         self._followers: dict[str, Hear] = {}
 
-    def tell(self, role: str, places: Sequence[AnswererPlace]) -> None:
+    def tell(self, role: str, places: KnownAnswerers) -> None:
         """These are all of a role now."""
         with self._lock:
             self._places[role] = places

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces
+from tllm.training.questions.answerer_places import AnswererPlace, AnswererPlaces, KnownAnswerers, ReadingAnswerer
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.remote_answerer import NOBODY, Inquirer, RemoteAnswerer, wait_for
+from tllm.training.questions.waiting_ranks import Still, nobody
 
 log = logging.getLogger("tllm.train")
 
@@ -36,12 +37,14 @@ class ClusterAnswerers:
 
 
 class AnswererPool(Generic[Intro, Q, A]):
-    """Those that are here now. They may come and go (`hear`); what one was asked that goes, the others get."""
+    """Those that are here now, and after them those that still read their model. They may come and go (`hear`); what
+    one was asked that goes, the others get."""
 
     def __init__(self, inquirer: Inquirer[Intro, Q, A], queue: QuestionQueue[Q, A], context: ssl.SSLContext) -> None:
         self._inquirer, self._queue, self._context = inquirer, queue, context
         self._lock = threading.Lock()
         self._asking: dict[AnswererPlace, RemoteAnswerer[Intro, Q, A]] = {}
+        self._reading: list[ReadingAnswerer] = []
 
     @classmethod
     def at(
@@ -65,16 +68,20 @@ class AnswererPool(Generic[Intro, Q, A]):
         cluster.places.follow(role, pool.hear)
         return pool
 
-    def __iter__(self) -> Iterator[RemoteAnswerer[Intro, Q, A]]:
+    def __iter__(self) -> Iterator[RemoteAnswerer[Intro, Q, A] | ReadingAnswerer]:
         with self._lock:
-            return iter(list(self._asking.values()))
+            asking, reading = list(self._asking.values()), self._reading
+        yield from asking
+        yield from reading
 
     def __len__(self) -> int:
         return len(self._asking)
 
-    def hear(self, places: Sequence[AnswererPlace]) -> None:
+    def hear(self, known: KnownAnswerers) -> None:
         """These are all that there are now: ask those that are new, and the others no more."""
+        places = [one for one in known if isinstance(one, AnswererPlace)]
         with self._lock:
+            self._reading = [one for one in known if isinstance(one, ReadingAnswerer)]
             for place in self._asking.keys() - set(places):
                 self._asking.pop(place).retire()
             for place in places:
@@ -83,9 +90,9 @@ class AnswererPool(Generic[Intro, Q, A]):
                     self._asking[place] = asking
                     asking.start()
 
-    def answer_of(self, asked: Asked[Q, A]) -> tuple[A, int]:
+    def answer_of(self, asked: Asked[Q, A], still: Still = nobody) -> tuple[A, int]:
         """The answer, once it is there, and the bytes that it took. ConfigError where nobody can answer."""
-        return wait_for(asked, self, "the run", self.waits_for, self._tell, self._queue.stop)
+        return wait_for(asked, self, "the run", self.waits_for, self._tell, self._queue.stop, still)
 
     def waits_for(self) -> str:
         """Those that are here, with what is the matter with each."""

@@ -15,6 +15,7 @@ from tllm.training.questions.answerer_places import AnswererPlace
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.run_connection import Conversation, RunConnection
 from tllm.training.questions.stop_signal import STOPPED, StopSignal
+from tllm.training.questions.waiting_ranks import Still, nobody
 
 RETRY_SECONDS = 0.5
 
@@ -22,11 +23,11 @@ LOOK_SECONDS = 0.5
 """Between two looks whether anybody can be reached, and whether the run is stopped."""
 
 NOTICE_SECONDS = 5.0
-"""Between two notices of whom a run waits for."""
+"""After which there is a notice of whom a run waits for; then after twice as long, and so on."""
 
 LOST_SECONDS = 500.0
-"""How long the run waits where nobody can be reached, while it runs itself: less than other ranks wait for their rows
-(`LINK_SECONDS`), so that who is missing is named and not the rank."""
+"""How long the run waits, while it runs itself, where nobody can be reached and nobody reads any more of the model that
+it is to answer with."""
 
 NOBODY = "(no node has the role now)"
 """In the place of their names."""
@@ -39,12 +40,17 @@ A = TypeVar("A")
 
 
 class AnsweringThread(Protocol):
-    """Takes questions until the queue is over. `trouble`: why it cannot, in words; "" where it can."""
+    """Takes questions until the queue is over. `trouble`: why it cannot, in words; "" where it can. `bytes_read`: of
+    its model, where it is to answer once it has read that."""
 
-    name: str
-    trouble: str
+    @property
+    def name(self) -> str: ...
 
-    def start(self) -> None: ...
+    @property
+    def trouble(self) -> str: ...
+
+    @property
+    def bytes_read(self) -> int: ...
 
     def close(self) -> None: ...
 
@@ -74,6 +80,8 @@ class Inquirer(Protocol[Intro, Q, A]):
 class RemoteAnswerer(Generic[Intro, Q, A]):
     """An `AnsweringThread`. What a lost answerer was asked goes back to the queue, where it is the next that any
     other takes. Messages call it by its `name`."""
+
+    bytes_read = 0
 
     def __init__(
         self,
@@ -178,30 +186,37 @@ def wait_for(
     waits_for: Callable[[], str],
     on_wait: Callable[[str], object],
     stop: StopSignal,
+    still: Still = nobody,
 ) -> tuple[A, int]:
     """The answer and the bytes that it took; `on_wait` hears now and then for whom `step` waits.
 
     ConfigError, by which every rank saves the steps before, where there is no answer. So while none of the `threads`
-    can reach anybody: with the words of `STOPPED` once the run is stopped, and after LOST_SECONDS.
+    can reach anybody: with the words of `STOPPED` once the run is stopped, and LOST_SECONDS after any of them read more
+    of its model.
     """
     clock = AwakeClock(LOOK_SECONDS)
     reached = told = clock()
+    notice, read = NOTICE_SECONDS, dict[str, int]()
     while True:
+        still()
         try:
             return asked.answered.result(timeout=LOOK_SECONDS)
         except TllmError as error:
             raise ConfigError(error.message, error.hint) from error
         except TimeoutError:
-            now = clock()
-            if any(not thread.trouble for thread in threads):
-                reached = now
-            elif stop.is_set():
+            now, here, before = clock(), list(threads), read
+            read = {one.name: one.bytes_read for one in here}
+            is_reached = any(not one.trouble for one in here)
+            if stop.is_set() and not is_reached:
                 raise ConfigError(*STOPPED) from None
+            if is_reached or any(count > before.get(name, 0) for name, count in read.items()):
+                reached = now
             if now - reached > LOST_SECONDS:
+                what = "none could be reached, or read any further," if any(read.values()) else "none could be reached"
                 raise ConfigError(
-                    f"{step} waits for {waits_for()}; none could be reached for {now - reached:.0f} s",
+                    f"{step} waits for {waits_for()}; {what} for {now - reached:.0f} s",
                     "start them again: the run goes on from its last save",
                 ) from None
-            if now - told >= NOTICE_SECONDS:
-                told = now
+            if now - told >= notice:
+                told, notice = now, 2 * notice
                 on_wait(waits_for())

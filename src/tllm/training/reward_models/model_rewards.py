@@ -24,6 +24,7 @@ from tllm.training.questions.answering_model import AnsweringModel
 from tllm.training.questions.question_queue import QuestionQueue
 from tllm.training.questions.run_connection import RunConnection
 from tllm.training.questions.stop_signal import StopSignal
+from tllm.training.questions.waiting_ranks import Still, nobody
 from tllm.training.reward_models.reward_messages import SCORING, ScoringRun, TextScore, TextToScore
 from tllm.training.reward_models.reward_model import RewardModel
 
@@ -59,16 +60,22 @@ class ModelRewards:
 
     @classmethod
     def open(
-        cls, config: RolloutConfig, cluster: ClusterAnswerers | None, stop: StopSignal, deterministic: bool
+        cls,
+        config: RolloutConfig,
+        cluster: ClusterAnswerers | None,
+        stop: StopSignal,
+        deterministic: bool,
+        still: Still = nobody,
     ) -> ModelRewards | None:
-        """The one that a job names, if it does. ConfigError for a model that scores nothing."""
+        """The one that a job names, if it does; who waits for nodes calls `still`. ConfigError for a model that scores
+        nothing."""
         if (name := config.reward_model_name_or_path) is None:
             return None
         model = AnsweringModel.find_scoring(name)
         scorer: Scorer
         if config.reward_nodes:
             assert cluster is not None, "checked when the run began"
-            scorer = NodesThatScore(ScoringRun(model.spec.vocab_size, deterministic), cluster, stop)
+            scorer = NodesThatScore(ScoringRun(model.spec.vocab_size, deterministic), cluster, stop, still)
         else:
             scorer = ScorerHere(RewardModel.open(name, model, config.reward_dtype), deterministic)
         return cls(model, config.reward_model, scorer)
@@ -146,13 +153,14 @@ class NodesThatScore:
     """A `Scorer` of nodes of the cluster, whoever has the role at the time: what one was asked that is lost, others are
     asked."""
 
-    def __init__(self, run: ScoringRun, cluster: ClusterAnswerers, stop: StopSignal) -> None:
+    def __init__(self, run: ScoringRun, cluster: ClusterAnswerers, stop: StopSignal, still: Still) -> None:
+        self._still = still
         self._queue = QuestionQueue[TextToScore, TextScore]("reward model", stop)
         self._pool = AnswererPool.of("reward", cluster, RewardInquirer(run), self._queue)
 
     def scores(self, texts: Sequence[TextToScore]) -> list[float]:
         asked = [self._queue.ask(text) for text in texts]
-        return [answer.score for answer, _ in map(self._pool.answer_of, asked)]
+        return [self._pool.answer_of(one, self._still)[0].score for one in asked]
 
     def close(self) -> None:
         """End the threads."""

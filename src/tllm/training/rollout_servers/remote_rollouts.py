@@ -23,6 +23,7 @@ from tllm.training.policy.rollouts import Completion, CompletionSampling, Prompt
 from tllm.training.questions.answerer_pool import AnswererPool, NamedAnswerers
 from tllm.training.questions.question_queue import Asked, QuestionQueue
 from tllm.training.questions.shared_secret import shared_identity
+from tllm.training.questions.waiting_ranks import Still, WaitingRanks, nobody
 from tllm.training.rollout_servers.base_digest import base_digest
 from tllm.training.rollout_servers.gathered_weights import GatheredWeights
 from tllm.training.rollout_servers.published_weights import PublishedWeights, WeightVersion
@@ -47,6 +48,7 @@ class RemoteRollouts:
         self._is_first = config.plan.coordinates(config.rank).replica == 0
         self._gathered = GatheredWeights(config.groups.replica, model.trained) if self._is_first else None
         self._servers: RolloutServers | None = None
+        self._ranks = WaitingRanks(config.groups.data)
         self.metrics: dict[str, float] = {}
         if initial_model is not None:
             assert self._gathered is not None, "rank 0 is of the first replica"
@@ -82,14 +84,16 @@ class RemoteRollouts:
         self, groups: Sequence[PromptGroup], stop_ids: Sequence[int], sampling: CompletionSampling
     ) -> list[Completion]:
         """ConfigError where the servers cannot sample these."""
-        if not groups or self._gathered is None:
-            return []
         if not sampling.goes_on:
             self.publish()
         if self._servers is None:
+            self._ranks.meet()
             return []
         asked = self.ask(groups, stop_ids, sampling)
-        found = asked.wait()
+        try:
+            found = asked.wait(self._ranks.still)
+        finally:
+            self._ranks.meet()
         before = self.metrics if sampling.goes_on else {}
         self.metrics = {name: value + before.get(name, 0.0) for name, value in asked.metrics.items()}
         return found
@@ -193,9 +197,9 @@ class AskedCompletions:
         """Whether nobody needs to be waited for."""
         return all(one.answered.done() for one in self._asked)
 
-    def wait(self) -> list[Completion]:
+    def wait(self, still: Still = nobody) -> list[Completion]:
         """The completions of each group in turn; called once. ConfigError where the servers cannot sample them."""
-        found = [self._servers.pool.answer_of(one) for one in self._asked]
+        found = [self._servers.pool.answer_of(one, still) for one in self._asked]
         weights = self._servers.weights
         self.metrics = {
             "rollout/weight_bytes": float(weights.bytes_travelled(self._version)),

@@ -24,6 +24,7 @@ from tllm.training.data.prompt_batches import PromptBatches
 from tllm.training.job.job_parts import steps_of_one_sampling
 from tllm.training.policy.rollouts import Completion, RolloutOrder, SampledPart, decode_order, decode_part, sampling_of
 from tllm.training.policy.tool_turns import Tools
+from tllm.training.questions.waiting_ranks import Still, WaitingRanks, nobody
 from tllm.training.rollout_servers.remote_rollouts import METRICS, AskedCompletions, RemoteRollouts, groups_of
 from tllm.training.rollout_servers.turns_ahead import AskedTurns, TurnsAhead
 from tllm.training.step.rank_groups import RankConfig
@@ -43,12 +44,12 @@ class StepAhead:
     found: SampledPart | None = None
     metrics: dict[str, float] = field(default_factory=lambda: dict.fromkeys(METRICS, 0.0))
 
-    def wait(self) -> SampledPart:
+    def wait(self, still: Still = nobody) -> SampledPart:
         """The completions, once they are there; a fault where there are none."""
         if self.found is None:
             assert self.asked is not None, "what is not found is asked for"
             try:
-                self.found = SampledPart(tuple(self.asked.wait()))
+                self.found = SampledPart(tuple(self.asked.wait(still)))
             except ConfigError as error:
                 self.found = SampledPart(fault=(error.message, error.hint))
             else:
@@ -77,7 +78,8 @@ class SampledAhead:
 
     def __init__(self, config: RankConfig, rollouts: RemoteRollouts, tools: Tools | None = None) -> None:
         assert config.job.rollouts is not None, "checked when the run began"
-        self._world, self._rollouts, self._sampling = config.groups.world, rollouts, sampling_of(config.job)
+        self._is_first, self._ranks = config.rank == 0, WaitingRanks(config.groups.data)
+        self._rollouts, self._sampling = rollouts, sampling_of(config.job)
         self._staleness, self._passes = config.job.rollouts.max_staleness, steps_of_one_sampling(config.job)
         self._turns = None if tools is None else TurnsAhead(rollouts, tools, self._sampling)
         self._begun_at, self._stop = 0, 0
@@ -102,18 +104,18 @@ class SampledAhead:
                     self._ahead[later] = self._begun(later, step, order_of(later))
             self._ahead = {number: one for number, one in self._ahead.items() if number >= step}
             one = self._ahead[step]
-            part = one.wait()
+            part = one.wait(self._ranks.still)
             completions = list(part.completions)
             self.metrics = {**one.metrics, STALENESS: float(step - one.sampled_at)}
             told = msgspec.msgpack.encode(RolloutOrder((), one.order.stop_ids, part.fault))
-        return decode_order(self._world.broadcast_bytes(told)), completions
+        return decode_order(self._ranks.broadcast(told)), completions
 
     def position(self, position: bytes, step: int) -> bytes:
         """Where in the data `step` begins, with what was sampled ahead of it, as rank 0 alone knows it; b"" elsewhere.
 
         It is long, and one more rank gets it: that which has a copy of rank 0's state.
         """
-        if self._world.rank:
+        if not self._is_first:
             return b""
         return msgspec.msgpack.encode({**msgspec.msgpack.decode(position), **self.state(step)})
 

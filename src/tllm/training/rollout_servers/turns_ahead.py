@@ -10,10 +10,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from tllm.training.policy.rollouts import Completion, CompletionSampling, RolloutOrder
 from tllm.training.policy.tool_turns import StepTurns, Tools, play_again
+from tllm.training.questions.remote_answerer import LOOK_SECONDS
+from tllm.training.questions.waiting_ranks import Still, nobody
 from tllm.training.rollout_servers.remote_rollouts import FixedWeights, RemoteRollouts, groups_of
 from tllm.training.tools.user_functions import told_of_errors
 
@@ -58,8 +60,10 @@ class AskedTurns:
         """Whether nobody needs to be waited for."""
         return self._found.done()
 
-    def wait(self) -> list[Completion]:
+    def wait(self, still: Still = nobody) -> list[Completion]:
         """The completions, of all turns each. ConfigError for servers that cannot sample, and for a tool."""
+        while not wait([self._found], LOOK_SECONDS).done:
+            still()
         return self._found.result()
 
     def sample(self, tools: Tools, sampling: CompletionSampling) -> None:

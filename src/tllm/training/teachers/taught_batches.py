@@ -12,6 +12,7 @@ from tllm.training.job.initial_model import InitialModel
 from tllm.training.job.job import Job
 from tllm.training.questions.answerer_pool import ClusterAnswerers
 from tllm.training.questions.stop_signal import StopSignal
+from tllm.training.questions.waiting_ranks import Still
 from tllm.training.teachers.teacher_pool import TeacherPool
 from tllm.training.teachers.teacher_threads import AskedRow
 
@@ -19,12 +20,14 @@ STEPS_AHEAD = 1
 """Steps whose rows are with the teachers while rank 0 waits for those of an earlier one, and the feed holds another."""
 
 
-def open_batches(job: Job, beginning: InitialModel, cluster: ClusterAnswerers | None, stop: StopSignal) -> StepRows:
+def open_batches(
+    job: Job, beginning: InitialModel, cluster: ClusterAnswerers | None, stop: StopSignal, still: Still
+) -> StepRows:
     """The rows of a job, taught where it says so. ConfigError where teacher and student do not fit each other."""
     batches = beginning.batches(job)
     if job.distill is None:
         return batches
-    return TaughtBatches(batches, TeacherPool.open(job, beginning, cluster, stop), job.max_steps)
+    return TaughtBatches(batches, TeacherPool.open(job, beginning, cluster, stop, still), job.max_steps)
 
 
 class TaughtBatches:

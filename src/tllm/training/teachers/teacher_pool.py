@@ -27,6 +27,7 @@ from tllm.training.questions.answerer_pool import AnswererPool, ClusterAnswerers
 from tllm.training.questions.remote_answerer import NOBODY, AnsweringThread, wait_for
 from tllm.training.questions.shared_secret import shared_identity
 from tllm.training.questions.stop_signal import StopSignal
+from tllm.training.questions.waiting_ranks import Still, nobody
 from tllm.training.teachers.coded_log_probs import log_probs_of, normalised
 from tllm.training.teachers.hidden_states import states_of_tokens
 from tllm.training.teachers.teacher_messages import (
@@ -47,16 +48,25 @@ log = logging.getLogger("tllm.train")
 
 class TeacherPool:
     """Whichever teacher is free computes the next row, alone, so that what it finds hangs on the row and on nothing
-    else. Those among `teachers` may change; they have been started.
+    else. Those among `teachers` may change; they have been started. Whoever waits for them calls `still`.
     """
 
-    def __init__(self, lesson: Lesson, queue: TeacherQueue, teachers: Iterable[AnsweringThread]) -> None:
-        self._lesson, self._queue, self._teachers = lesson, queue, teachers
+    def __init__(
+        self, lesson: Lesson, queue: TeacherQueue, teachers: Iterable[AnsweringThread], still: Still = nobody
+    ) -> None:
+        self._lesson, self._queue, self._teachers, self._still = lesson, queue, teachers, still
         self._number = 0
         self._has_warned = False
 
     @classmethod
-    def open(cls, job: Job, beginning: InitialModel, cluster: ClusterAnswerers | None, stop: StopSignal) -> TeacherPool:
+    def open(
+        cls,
+        job: Job,
+        beginning: InitialModel,
+        cluster: ClusterAnswerers | None,
+        stop: StopSignal,
+        still: Still = nobody,
+    ) -> TeacherPool:
         """Those that a job names. ConfigError where teacher and student do not fit each other."""
         keys = job.distill
         assert keys is not None, "asked for where a teacher is named"
@@ -75,8 +85,9 @@ class TeacherPool:
         )
         if keys.teacher_nodes:
             assert cluster is not None, "checked when the run began"
-            return cls(lesson, queue, AnswererPool.of("teacher", cluster, TeacherInquirer(lesson), queue))
-        return cls(lesson, queue, _teachers(keys, lesson, queue, beginning))
+            return cls(lesson, queue, AnswererPool.of("teacher", cluster, TeacherInquirer(lesson), queue), still)
+        is_here = bool(keys.teacher_model_name_or_path)  # and if it hangs, so does rank 0
+        return cls(lesson, queue, _teachers(keys, lesson, queue, beginning), nobody if is_here else still)
 
     def ask(self, row: PackedRow) -> AskedRow | None:
         """Let a row wait for a teacher; None where nothing of it is learned."""
@@ -139,7 +150,8 @@ class TeacherPool:
         )
 
     def _wait_for(self, asked: AskedRow, step: int, on_wait: Callable[[str], object]) -> tuple[Answer, int]:
-        return wait_for(asked, self._teachers, f"step {step + 1}", self.waits_for, on_wait, self._queue.stop)
+        stop, still = self._queue.stop, self._still
+        return wait_for(asked, self._teachers, f"step {step + 1}", self.waits_for, on_wait, stop, still)
 
 
 def places_of(answer: Answer, places: int, lesson: Lesson) -> tuple[Numbers, Numbers]:

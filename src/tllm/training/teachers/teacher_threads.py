@@ -25,6 +25,8 @@ TeacherConnection = RunConnection[Lesson, Question, Answer]
 class LocalTeacher:
     """An `AnsweringThread` that computes in this process."""
 
+    bytes_read = 0
+
     def __init__(self, teacher: TeacherModel, lesson: Lesson, queue: TeacherQueue) -> None:
         if reason := teacher.refusal(lesson):
             raise ConfigError(f"{teacher.name} cannot teach this student: {reason}", _HINT)

@@ -21,7 +21,7 @@ from tests.support.training.runs import job_for
 from tests.unit.cluster.kits import facts
 from tllm.cluster.certificates import Authority
 from tllm.cluster.messages import Heartbeat, Message, Progress, RoleAsker, RolePlaces, RoleTaken, TakeRole
-from tllm.cluster.state import Member, NodeHeard, NodeJoined, NodeLost, Planned, RankReady
+from tllm.cluster.state import Member, NodeHeard, NodeJoined, NodeLost, Planned, RankLoading, RankReady
 from tllm.core.errors import AuthError, ConfigError, LinkClosed, WeightsError
 from tllm.node.answering.answering_team import BROKEN, team_number
 from tllm.node.coordinator import membership
@@ -42,6 +42,7 @@ class Node:
         self.port, self.fails, self.distrusts, self.reaches_nobody, self.reads_on = port, False, False, False, False
         self.orders: list[TakeRole] = []
         self.told: dict[str, list[str]] = {}
+        self.reading: dict[str, dict[str, Progress]] = {}
         self.asker = ""
 
     async def stream(self, order: TakeRole, seconds: float) -> AsyncIterator[Progress | RoleTaken]:
@@ -65,6 +66,7 @@ class Node:
             return
         assert isinstance(message, RolePlaces)
         self.told[message.role] = [f"{place.node}:{place.port}" for place in message.places]
+        self.reading[message.role] = message.reading
 
 
 class Scene:
@@ -177,7 +179,12 @@ def test_who_joins_takes_the_role_of_a_lost_node_and_rank_0_is_told(model: Path,
     play(scene)
 
 
-def test_who_reads_a_model_keeps_no_other_from_a_role(model: Path, tmp_path: Path) -> None:
+def test_who_reads_a_model_keeps_no_other_from_a_role(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rank 0 is told how far it has read, as long as it reads."""
+    monkeypatch.setattr(role_nodes, "LOOK_SECONDS", 0.005)
+
     async def scene() -> None:
         async with playing(model, tmp_path, "pp=1", "abc", teacher_nodes=(1,), rollout_nodes=("b",)) as one:
             for name in "bc":
@@ -188,6 +195,13 @@ def test_who_reads_a_model_keeps_no_other_from_a_role(model: Path, tmp_path: Pat
             assert one.having("rollout") == ["b"] and len(one.nodes["d"].orders) == 1
             reading = one.run.state.member("d")
             assert reading is not None and (reading.phase, reading.progress) == ("loading", Progress(1, 2))
+            first = one.nodes["a"]
+            assert first.reading == {"teacher": {"d": Progress(1, 2)}, "rollout": {}}
+            one.members.record(RankLoading("d", Progress(2, 2)))  # which wakes nobody
+            await one.rest()
+            assert first.reading["teacher"] == {"d": Progress(2, 2)}
+            await one.lose("d")
+            assert first.reading["teacher"] == {}
 
     play(scene)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import replace
 
 import msgspec
@@ -9,12 +11,15 @@ import numpy as np
 import pytest
 
 from tllm.comm.links.link import LocalLink
+from tllm.core.errors import LinkTimeout
 from tllm.spec.plan import Plan
 from tllm.training.attention.context_parallel import cut_tokens
 from tllm.training.data.batch_feed import BatchFeed, EncodedArray, ReplicaBatch, split_global_batch
 from tllm.training.data.batch_tensors import tokens_of
 from tllm.training.data.encoder import IGNORED
 from tllm.training.data.packing import PackedRow
+from tllm.training.questions import waiting_ranks
+from tllm.training.questions.waiting_ranks import Still, WaitingRanks, nobody
 
 PLAN = Plan.parse("dp=2", 1)
 
@@ -57,6 +62,39 @@ def test_steps_are_read_so_far_ahead_and_no_further_than_the_last() -> None:
     first.close()
     other.close()
     assert taken == [4, 5, 6, 7, 8] == steps.read
+
+
+class Awaited(Steps):
+    """Two rows a step, which wait for an answer for longer than the other ranks wait for a word of rank 0."""
+
+    def __init__(self, still: Still) -> None:
+        super().__init__()
+        self._still = still
+
+    def step(self, step: int) -> list[PackedRow]:
+        for _ in range(25):
+            self._still()
+            time.sleep(0.1)
+        return super().step(step)
+
+
+def test_ranks_wait_as_long_as_rank_0_says_that_it_waits_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_ranks, "STILL_SECONDS", 0.3)
+    for is_told in (True, False):
+        link = LocalLink(0, 1, deadline=1.0)
+        still = WaitingRanks({1: link}).still if is_told else nobody
+        first = BatchFeed(PLAN, {1: link}, 1, Awaited(still))  # type: ignore[arg-type]
+        other = BatchFeed(PLAN, {0: link}, 1, None)
+        with contextlib.ExitStack() as feeds:
+            for feed in (first, other):
+                feeds.callback(feed.close)
+                feed.begin(0, 1)
+            if is_told:
+                want = split_global_batch([row(0, 3, 1), row(0, 5, 1)], PLAN.dp, 1)
+                assert [first.next(), other.next()] == want
+                continue
+            with pytest.raises(LinkTimeout):
+                other.next()
 
 
 def test_a_portion_alone_counts_its_own_rows() -> None:

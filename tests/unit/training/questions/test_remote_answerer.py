@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import Any
 
 import pytest
 
-from tllm.core.errors import ClusterError, LinkClosed
+from tllm.core.errors import ClusterError, ConfigError, LinkClosed
 from tllm.core.timing import AwakeClock
 from tllm.training.questions import remote_answerer
-from tllm.training.questions.answerer_places import AnswererPlace
+from tllm.training.questions.answerer_places import AnswererPlace, ReadingAnswerer
+from tllm.training.questions.answerer_pool import AnswererPool
 from tllm.training.questions.remote_answerer import RemoteAnswerer, wait_for
 from tllm.training.questions.run_connection import Greeting, RunConnection
 from tllm.training.questions.stop_signal import StopSignal
@@ -25,9 +26,7 @@ LESSON = Lesson(top_k=2, temperature=1.0, vocab_size=50, vocabulary="")
 class Away:
     """One that is dialled again, whose connection was lost while the run stood still."""
 
-    name, trouble = "far:1", "the connection ended"
-
-    def start(self) -> None: ...
+    name, trouble, bytes_read = "far:1", "the connection ended", 0
 
     def close(self) -> None: ...
 
@@ -46,6 +45,28 @@ def test_who_waits_does_not_count_the_time_in_which_it_stood_still(monkeypatch: 
     monkeypatch.setattr(remote_answerer, "LOOK_SECONDS", 0.01)
     told = wait_for(asked, [Away()], "step 1", lambda: "far:1", lambda whom: None, StopSignal())
     assert told == (Answer(1), 7)
+
+
+def test_a_run_waits_while_a_node_reads_its_model_and_not_for_one_that_reads_no_further(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says how far that is, and names it in the end. One that begins anew is waited for too."""
+    seconds, read = count(0.0, 100.0), iter([3, 4, 5, 1, 2, 3, 4, 5, 6, 7])
+    monkeypatch.setattr(remote_answerer, "AwakeClock", lambda every: seconds.__next__)
+    monkeypatch.setattr(remote_answerer, "LOOK_SECONDS", 0.001)
+    queue = TeacherQueue("teacher")
+    pool = AnswererPool(TeacherInquirer(LESSON), queue, ssl.create_default_context())
+
+    def reads_on() -> None:
+        pool.hear([ReadingAnswerer("box2", next(read, 7) << 30, 20 << 30)])
+
+    whole = (
+        r"box2 \(has read 7\.00 GiB of 20\.00 GiB of its model\); none could be reached, or read any further, for 600 s"
+    )
+    with pytest.raises(ConfigError, match=whole):
+        pool.answer_of(queue.ask(Question(1, b"", (1,), b"")), reads_on)
+    assert next(seconds) == 1700, "it read more until 1000"
+    assert "waiting for the teachers box2 (has read 3.00 GiB of 20.00 GiB of its model)" in caplog.text
 
 
 class Silent:

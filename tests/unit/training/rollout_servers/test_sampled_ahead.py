@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.support.training.post_training.policy_task import grpo, policy_job
+from tllm.comm.links.link import LocalLink
 from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
+from tllm.training.questions.waiting_ranks import Still
 from tllm.training.rollout_servers.published_weights import PublishedWeights
 from tllm.training.rollout_servers.remote_rollouts import RemoteRollouts
 from tllm.training.rollout_servers.sampled_ahead import STALENESS, SampledAhead
@@ -30,7 +32,8 @@ class Asked:
         self.metrics: dict[str, float] = {}
         self._group, self._version, self._fails = group, version, fails
 
-    def wait(self) -> list[Completion]:
+    def wait(self, still: Still) -> list[Completion]:
+        still()
         if self._fails:
             raise ConfigError("no server answers", "start one")
         return [Completion((self._group.ids[0], self._version), (-1.0, -0.1), False) for _ in self._group.seeds]
@@ -51,10 +54,14 @@ class Recorded:
         return Asked(group, self.version, group.ids[0] in self._fails)
 
 
-def ahead(rollouts: Recorded, max_staleness: int, num_iterations: int = 1) -> SampledAhead:
+def config_of(max_staleness: int, num_iterations: int = 1, rank: int = 0, groups: Groups | None = None) -> RankConfig:
     table = grpo(Path(), rollout_servers=("h:1",), max_staleness=max_staleness, num_iterations=num_iterations)
-    config = RankConfig(policy_job(Path(), Path("run"), table), Plan.parse("pp=1", 2), cast(Any, None), 0, Groups())
-    return SampledAhead(config, cast(RemoteRollouts, rollouts))
+    job, plan = policy_job(Path(), Path("run"), table), Plan.parse("dp=2" if rank else "pp=1", 2)
+    return RankConfig(job, plan, cast(Any, None), rank, groups or Groups())
+
+
+def ahead(rollouts: Recorded, max_staleness: int, num_iterations: int = 1) -> SampledAhead:
+    return SampledAhead(config_of(max_staleness, num_iterations), cast(RemoteRollouts, rollouts))
 
 
 def order_of(step: int) -> RolloutOrder:
@@ -78,6 +85,17 @@ def test_weights_are_so_many_steps_old_and_are_published_while_steps_are_left_to
     assert rollouts.asked == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 2), (5, 3)] and rollouts.version == 3
     # With two steps on each sampling the second has no weights of its own.
     assert taken(ahead(Recorded(), 2, num_iterations=2), range(0, 6, 2)) == [(0, 0), (0, 2), (1, 2)]
+
+
+def test_ranks_go_on_when_rank_0_has_the_completions_however_long_it_says_that_it_waits() -> None:
+    """Of a step that is sampled now, and of one that was sampled ahead."""
+    order, link = RolloutOrder((), (0,)), LocalLink(0, 1)
+    config = config_of(2, rank=1, groups=Groups(data={0: link}))
+    for said in (b"", b"", b"on", b"", msgspec.msgpack.encode(order)):
+        link.send_bytes(said)
+    other = RemoteRollouts(config, cast(Any, None), None)
+    assert other.sample([], (0,), CompletionSampling(4)) == []
+    assert SampledAhead(config, other).of_step(0, None) == (order, [])
 
 
 def test_what_was_sampled_ahead_is_kept_and_taken_up_where_it_is_not_too_old() -> None:

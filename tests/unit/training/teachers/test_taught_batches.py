@@ -50,9 +50,7 @@ class TwoRows:
 class Absent:
     """A teacher that cannot be reached."""
 
-    name, trouble = "far:1", "no route"
-
-    def start(self) -> None: ...
+    name, trouble, bytes_read = "far:1", "no route", 0
 
     def close(self) -> None: ...
 
@@ -60,7 +58,7 @@ class Absent:
 class AtOnce:
     """A queue whose questions are answered as they are asked: by the row's own first id."""
 
-    name, trouble = "here:1", ""
+    name, trouble, bytes_read = "here:1", "", 0
 
     def __init__(self, queue: TeacherQueue) -> None:
         ask = queue.ask
@@ -73,8 +71,6 @@ class AtOnce:
             return asked
 
         queue.ask = answered  # type: ignore[method-assign]
-
-    def start(self) -> None: ...
 
     def close(self) -> None: ...
 

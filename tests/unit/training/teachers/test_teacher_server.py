@@ -281,6 +281,7 @@ def test_teachers_come_and_go_while_their_run_asks(folder: Path, tmp_path: Path)
         places.tell("teacher", [AnswererPlace("first", one.address)])
         assert asked.answered.result(20)[0].number == ROW.number
         (gone,) = pool
+        assert isinstance(gone, RemoteAnswerer)
         assert (gone.name, gone.trouble) == ("first", "")
         places.tell("teacher", [])
         gone._thread.join(20)
