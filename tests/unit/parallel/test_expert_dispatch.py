@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.comm.ranks import run_ranks
 from tllm.comm.collectives.group import Group, local_groups
-from tllm.parallel.expert_dispatch import Route, combine, dispatch
+from tllm.parallel.expert_dispatch import Route, combine, dispatch, split_by_expert
 from tllm.spec.cut import spread
 
 WIDTH, CHOICES = 6, 3
@@ -89,6 +89,13 @@ def test_a_token_without_an_expert_here_stays_out() -> None:
     held_TK = [[(4 <= expert < 5, 5 <= expert < 7) for expert in token] for token in rows(0, 12)[2].tolist()]
     want = [any(a for a, _ in token) + any(b for _, b in token) for token in held_TK]
     assert y_TD[:, 0].tolist() == want and 0 in want and sum(n for n, _ in results) == sum(want)
+
+
+def test_each_expert_with_rows_has_a_part_and_without_any_the_first_has_none() -> None:
+    x_ND = torch.randn(3, 2)
+    parts = split_by_expert(x_ND, torch.tensor([0, 0, 2, 2, 3]))
+    assert [(number, part.tolist()) for number, part in parts] == [(1, x_ND[:2].tolist()), (3, x_ND[2:].tolist())]
+    assert [(number, len(part)) for number, part in split_by_expert(x_ND[:0], torch.zeros(5).long())] == [(0, 0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

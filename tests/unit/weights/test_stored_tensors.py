@@ -11,15 +11,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tllm.core.errors import WeightsError
+from tllm.parallel.quantized_weight import PackedRows, QuantizedWeight
 from tllm.parallel.shard import Shard, ShardPiece, cut_parameter
 from tllm.quantization.blocks import Blocks, Scheme, dequantize
 from tllm.quantization.stored_tensor import Box
 from tllm.spec.quantized.weight_form import Quantize
 from tllm.weights import load as loading
+from tllm.weights import load_packed
 from tllm.weights.boxes import whole
 from tllm.weights.byte_source import LocalFiles
 from tllm.weights.formats.rounded_tensor import RoundedExpert, RoundedTensor
 from tllm.weights.load import load
+from tllm.weights.load_packed import PackedTask
 from tllm.weights.safetensors_index import Index
 
 SCHEME = Scheme(4, 32, offset=8)
@@ -78,6 +81,21 @@ def test_any_box_is_read_in_parts(
     assert torch.equal(model.weight, wanted[a:b, c:d])
     wide = -(-d // 32) * 32 - c // 32 * 32
     assert source.bytes_read - before == (b - a) * (wide // 2 + wide // 32 * 4)
+
+
+@pytest.mark.parametrize("box", [((0, 24), (0, 96)), ((3, 24), (32, 64)), ((0, 24), (40, 72)), ((5, 9), (33, 95))])
+@pytest.mark.parametrize("at_once", [1, load_packed.READ_AT_ONCE])
+def test_any_box_is_packed_in_parts(
+    files: tuple[LocalFiles, Tensor], box: Box, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of outputs after the first go behind it, and columns that begin in mid-group have the group's scale."""
+    monkeypatch.setattr(load_packed, "READ_AT_ONCE", at_once)
+    source, wanted = files
+    (a, b), (c, d) = box
+    task = PackedTask("w", box, torch.float32, torch.device("cpu"))
+    parts = list(task.fill(Index(Index.read(source).entries, {"w": NibblePairs()}), source))
+    assert len(parts) == (2 if b - a > 16 and at_once == 1 else 1) and isinstance(task.part, PackedRows)
+    assert torch.equal(QuantizedWeight([task.part], d - c).rows(torch.arange(b - a)), wanted[a:b, c:d])
 
 
 def test_parts_of_blocks_stand_for_parts_of_the_weight() -> None:

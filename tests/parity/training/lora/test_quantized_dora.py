@@ -31,6 +31,7 @@ from tests.support.selection import soak_but
 from tests.support.training.runs import records, train
 from tests.support.training.training_step import furthest
 from tllm.model.transformer import build
+from tllm.parallel.lora import lora_update
 from tllm.parallel.mesh import whole
 from tllm.parallel.quantized_weight import WeightParts, is_empty
 from tllm.parallel.shard import shard_of
@@ -89,6 +90,7 @@ def test_gradients_are_those_of_peft_over_the_numbers_that_weights_stand_for(
 ) -> None:
     """Packed products round their inputs to 8 bits, which is left out here: all else is equal to rounding."""
     base, rounded = folders
+    monkeypatch.setattr(lora_update, "ELEMENTS_AT_ONCE", 500)  # so that norms are of some rows after others
     truth = transformers.AutoModelForCausalLM.from_pretrained(rounded, attn_implementation="eager")
     peft = peft_dora(truth, tmp_path, TARGETS["llama"], rank_pattern={"down_proj": 6}, use_rslora=True)
     _, of_float32 = peft_gradients(peft, TOKENS)

@@ -19,6 +19,7 @@ from tests.support.selection import soak_but
 from tests.support.training.runs import job_for, records, train
 from tests.support.training.training_step import furthest
 from tllm.model.transformer import build
+from tllm.parallel import quantized_weight
 from tllm.parallel.mesh import whole
 from tllm.parallel.quantized_weight import PackedRows, QuantizedStack, QuantizedWeight, WeightParts, is_empty
 from tllm.parallel.shard import shard_of
@@ -47,8 +48,11 @@ def packed_rows(outputs: int, columns: int, kind: Any = "int4", seed: int = 0) -
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_the_gradient_of_a_product_is_by_the_numbers_that_weights_stand_for(kind: str, exact: bool) -> None:
-    """Of packed and of plain outputs, whose input does not fill its last group of columns."""
+def test_the_gradient_of_a_product_is_by_the_numbers_that_weights_stand_for(
+    kind: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of packed and of plain outputs, some of them at a time, whose input does not fill its last group of columns."""
+    monkeypatch.setattr(quantized_weight, "PLAIN_AT_ONCE", 16 * 90)
     (first, plain_first), (second, plain_second) = packed_rows(40, 90, kind), packed_rows(17, 90, kind, seed=1)
     beside = torch.randn(5, 90)
     weight = QuantizedWeight([first, beside, second], 90)

@@ -8,7 +8,16 @@ from tests.support.consensus.delivered_by_hand import LONG, DeliveredByHand, pla
 from tests.support.consensus.simulated_replicas import TIMING
 from tllm.cluster.consensus import raft_log
 from tllm.cluster.consensus.raft import PENDING_ENTRIES, Raft
-from tllm.cluster.consensus.raft_messages import Appended, InstallSnapshot, LogSnapshot, RequestVote, TimeoutNow
+from tllm.cluster.consensus.raft_messages import (
+    Appended,
+    AppendEntries,
+    InstallSnapshot,
+    LogEntry,
+    LogSnapshot,
+    RequestVote,
+    TimeoutNow,
+    Vote,
+)
 from tllm.cluster.consensus.timing import RaftTiming, boot_clock
 from tllm.core.errors import ClusterError
 
@@ -84,10 +93,69 @@ def test_what_a_replica_cannot_apply_is_not_skipped() -> None:
 def test_nobody_is_voted_for_while_a_leader_is_heard() -> None:
     """Not even in a later term, or a lease would mean nothing."""
     group = DeliveredByHand()
-    group.elect(0, range(3))
-    group.step(1, RequestVote(9, group.places[2], 99, 9, False))
-    assert not group.sent
-    assert group.replicas[1].ballot.term == 1
+    leader = group.elect(0, range(3))
+    for number in (0, 1):
+        group.step(number, RequestVote(9, group.places[2], 99, 9, False))
+        assert not group.sent
+        assert group.replicas[number].ballot.term == 1
+    assert leader.leadership is not None
+
+
+def test_a_later_last_term_counts_before_a_longer_log() -> None:
+    group = DeliveredByHand()
+    leader = group.elect(0, range(3))
+    assert leader.propose(b"v", group.now) is not None
+    group.deliver(range(3))
+    group.now += LONG
+    for term, last_index, last_term, is_granted in ((6, 99, 0, False), (7, 1, 5, True), (8, 1, 1, False)):
+        group.step(1, RequestVote(term, group.places[2], last_index, last_term, False))
+        (_, _, vote), *_ = group.sent
+        group.sent.clear()
+        assert isinstance(vote, Vote) and vote.granted == is_granted
+
+
+def test_votes_count_in_the_election_that_they_were_given_in() -> None:
+    """Late ones of a term before could make two leaders; those of a vote do not say what one would be now."""
+    group = DeliveredByHand()
+    raft, other = group.replicas[0], group.places[1]
+    for term in (1, 2):
+        group.tick(0, LONG)
+        if term == 2:
+            group.step(0, Vote(1, other, True, False))
+            assert raft.ballot.term == 1
+        group.step(0, Vote(term, other, True, True))
+        assert (raft.ballot.term, raft.standing) == (term, "candidate")
+    group.step(0, Vote(1, other, True, False))
+    assert raft.leadership is None
+    group.step(0, Vote(2, other, True, False))
+    assert raft.leadership is not None
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_half_of_an_even_group_is_no_majority(count: int) -> None:
+    """Which a group has while one more comes: a half commits nothing, keeps no lease and elects nobody."""
+    group, half = DeliveredByHand(count), range(count // 2)
+    leader = group.elect(0, range(count))
+    assert leader.propose(b"v", group.now) == (1, 2)
+    group.deliver(half)
+    group.tick(0, TIMING.heartbeat)
+    group.deliver(half)
+    assert leader.log.commit == 1 and leader.is_leased(group.now)
+    group.tick(0, TIMING.lease - TIMING.heartbeat / 2)
+    assert not leader.is_leased(group.now)
+    with pytest.raises(AssertionError, match="was not elected"):
+        group.elect(0, half)
+
+
+def test_a_follower_commits_no_further_than_its_log_is_the_leader_s() -> None:
+    """What it has beyond may be of a leader of before, and be replaced."""
+    group = DeliveredByHand()
+    follower = group.replicas[1]
+    group.step(1, AppendEntries(1, group.places[0], 0.0, 0, 0, (LogEntry(1), LogEntry(1, b"old")), 1))
+    group.step(1, AppendEntries(2, group.places[2], 0.0, 1, 1, (), 2))
+    assert follower.log.commit == 1
+    group.step(1, AppendEntries(2, group.places[2], 0.0, 1, 1, (LogEntry(2, b"new"),), 2))
+    assert value(follower) == b"new"
 
 
 def test_a_leader_hands_over_at_once_to_a_voter_that_has_every_entry() -> None:
@@ -125,7 +193,9 @@ def test_who_was_told_to_lead_and_is_silent_is_followed_by_another() -> None:
     group = DeliveredByHand()
     leader = group.elect(0, range(3))
     group.deliver(range(3))
-    assert leader.hand_over(group.now) is not None
+    group.tick(0, TIMING.heartbeat)
+    group.deliver((0, 2))
+    assert leader.hand_over(group.now) == group.places[2], "who was heard last"
     group.sent.clear()
     assert group.elect(0, range(3)).ballot.term > 1
 
@@ -153,10 +223,12 @@ def test_a_voter_that_answers_no_more_is_not_counted_though_it_is_not_silent_yet
     group.deliver((0, 1))
     assert leader.silent(group.now) == ()
     assert leader.answering(group.now) == (me, second)
-    for _ in range(int(2 * TIMING.election / TIMING.heartbeat) + 2):
-        group.tick(0, TIMING.heartbeat)
-        group.deliver((0, 1))
-    assert leader.silent(group.now) == (left,)
+    most = int(2 * TIMING.election / TIMING.heartbeat)
+    for beats, silent in ((most - 2, ()), (4, (left,))):
+        for _ in range(beats):
+            group.tick(0, TIMING.heartbeat)
+            group.deliver((0, 1))
+        assert leader.silent(group.now) == silent
     assert leader.answering(group.now) == (me, second)
     leader.resign(group.now)
     assert leader.answering(group.now) == ()
@@ -226,32 +298,42 @@ def test_a_leader_takes_no_more_than_it_can_commit() -> None:
     assert taken == PENDING_ENTRIES
 
 
-def test_a_follower_that_is_far_behind_gets_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heard", "lacks"), [(0, True), (15, True), (16, False)])
+def test_a_follower_that_lacks_what_was_dropped_gets_the_state(
+    heard: int, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries up to 17 are dropped, and the follower's last is the one before, or that one, or long before."""
     monkeypatch.setattr(raft_log, "COMPACT_ENTRIES", 10)
     monkeypatch.setattr(raft_log, "KEPT_ENTRIES", 3)
     group = DeliveredByHand()
     leader = group.elect(0, range(3))
     for number in range(25):
         assert leader.propose(f"{number}".encode(), group.now) is not None
-        group.deliver((0, 1))
+        group.deliver(range(3) if number < heard else (0, 1))
     assert leader.log.snapshot.index == 20
     assert leader.log.offset == 17
     group.tick(0, TIMING.heartbeat)
     group.deliver(range(3))
     group.tick(0, TIMING.heartbeat)
-    kinds = []
+    came = []
     while group.sent:
         _, target, message = group.sent.pop(0)
-        kinds.append(type(message))
+        came.append(message)
         group.step(target, message)
-    assert InstallSnapshot in kinds
+    states = [message for message in came if isinstance(message, InstallSnapshot)]
+    assert bool(states) == lacks
     assert value(group.replicas[2]) == b"24"
+    for late in states:
+        group.step(2, late)
+    assert value(group.replicas[2]) == b"24", "a state of before that comes once more is no news"
 
 
 def test_voters_change_one_at_a_time_and_after_they_have_learned() -> None:
     group = DeliveredByHand(3)
     leader = group.elect(0, range(3))
     fewer = group.places[:2]
+    unheard = DeliveredByHand(3).elect(0, range(3), is_heard=False)
+    assert unheard.change(fewer, LONG) is None, "nothing of its own term is committed"
     assert leader.change(fewer, group.now) == (1, 2)
     assert leader.change(group.places[:1], group.now) is None, "the change before is not committed"
     group.deliver((0, 1))

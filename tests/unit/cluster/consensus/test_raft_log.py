@@ -67,6 +67,11 @@ def test_entries_that_are_too_many_bytes_do_not_stay(monkeypatch: pytest.MonkeyP
     assert log.is_long
     log.compact(b"state")
     assert (log.offset, log.nbytes) == (4, 0)
+    log.append(LogEntry(1, b"long"))
+    log.commit = 5
+    assert log.is_long
+    log.compact(b"state")
+    assert (log.offset, log.nbytes) == (5, 0), "though fewer than are kept came since"
 
 
 def test_a_snapshot_replaces_a_log_that_does_not_lead_to_it() -> None:
@@ -74,6 +79,9 @@ def test_a_snapshot_replaces_a_log_that_does_not_lead_to_it() -> None:
     log.install(LogSnapshot(5, 2, (A, C), b"state"))
     assert (log.offset, log.last_index, log.commit, log.nbytes) == (5, 5, 5, 0)
     assert (log.last_term, log.configuration) == (2, (A, C))
+    unlike = filled(1, 1, 1)
+    unlike.install(LogSnapshot(2, 2, (A, C), b"state"))
+    assert (unlike.last_index, unlike.last_term) == (2, 2), "what followed another entry goes"
     other = filled(1, 1, 1)
     other.append(LogEntry(1, b"", (A, B)))
     other.install(LogSnapshot(2, 1, (A,), b"state"))

@@ -122,7 +122,10 @@ def test_outputs_follow_those_before_and_none_is_lost_or_doubled() -> None:
     machine = after(ReplyOpened(RECORD, (REQUEST,)))
     for start, ids in ((0, (1, 2)), (1, (2, 3)), (5, (9,)), (0, (1,)), (3, (4,))):
         machine.apply(encoded(ReplyGrown("reply", start, outputs(*ids))))
-    assert machine.state.replies["reply"].outputs == outputs(1, 2, 3, 4)
+    for entry in (ReplyGrown("reply", 4, (), is_over=True, error="lost"), ReplyGrown("reply", 0, outputs(1))):
+        machine.apply(encoded(entry))
+    reply = machine.state.replies["reply"]
+    assert (reply.outputs, reply.is_over, reply.error) == (outputs(1, 2, 3, 4), True, "lost")
     machine.apply(encoded(ReplyGrown("other", 0, outputs(1))))
     machine.apply(encoded(ReplyForgotten("reply")))
     assert machine.state.replies == {}

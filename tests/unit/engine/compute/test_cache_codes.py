@@ -104,6 +104,19 @@ def test_how_far_codes_are_from_normal_numbers(kind: str, most: float) -> None:
         assert most / 2 < error < most
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_not_finite_is_read_as_no_number_and_no_other_is(kind: str, wrong: float) -> None:
+    coding = coding_of(kind)
+    assert coding is not None
+    x_TKH = torch.randn(3, 2, 8)
+    x_TKH[1, 0, 3] = wrong
+    codes, scales = rounded(coding, x_TKH)
+    read = numbers_of(codes, scales, torch.float32)
+    assert not codes[1, 0].any() and not scales[1, 0].isfinite().any() and not read[1, 0].isfinite().any()
+    assert read.isfinite().sum() == x_TKH.numel() - 8
+
+
 def test_the_cache_counts_codes_and_scales() -> None:
     latent = AttentionSpec(scale=1.0, values_are_keys=True, kv_shape=(3, 8))
     plain_spec = replace(SPECS["plain"], kv_shape=(3, 8))
@@ -116,6 +129,7 @@ def test_the_cache_counts_codes_and_scales() -> None:
         assert cache.num_bytes == 3 * 3 * 80 * (8 + 4) == sum(x.nbytes for x in (*both, *one))
     plain = KVCache({0: plain_spec, 1: latent}, SIZES, torch.bfloat16)
     assert [len(plain.layers[layer].tensors()) for layer in (0, 1)] == [2, 1]
+    assert cache.is_exact and not plain.is_exact, "a row is read back with the same bits however its prompt is cut"
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from tllm.training.data.batch_tensors import Tokens, tokens_of
 from tllm.training.data.encoder import IGNORED
 from tllm.training.job.rollout_keys import CORRECTION_MODES, GRPOConfig
 from tllm.training.objectives.policy_gradient import KEPT, OLD, REFERENCE, SAMPLED, PolicyGradientLoss, kl_estimate
-from tllm.training.objectives.rollout_correction import RATIO
+from tllm.training.objectives.rollout_correction import MISMATCH_METRICS, RATIO, mismatch
 from tllm.training.policy.rewarded_rows import completion_row
 from tllm.training.policy.rollouts import Completion
 
@@ -180,6 +180,11 @@ def test_ratios_are_told_before_they_are_bounded(mode: str) -> None:
     assert min(ratios) < 0.3 and max(ratios) > 1.5
     assert told["clipped_ratio"].total == sum(not 0.3 <= ratio <= 1.5 for ratio in ratios)
     assert told["clipped_ratio"].count == len(ratios)
+
+
+def test_a_ratio_that_is_no_number_any_more_is_told_as_the_largest() -> None:
+    told = mismatch(torch.tensor([0.0, 1000.0]))
+    assert told[MISMATCH_METRICS[1]].total == 1000 and told[f"{RATIO}/max"].total == pytest.approx(math.exp(20))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -17,6 +17,7 @@ from tllm.core.errors import ConfigError
 from tllm.spec.plan import Plan
 from tllm.training.policy.rollouts import Completion, CompletionSampling, PromptGroup, RolloutOrder
 from tllm.training.questions.waiting_ranks import Still
+from tllm.training.rollout_servers import published_weights, weight_chunks
 from tllm.training.rollout_servers.published_weights import PublishedWeights
 from tllm.training.rollout_servers.remote_rollouts import RemoteRollouts
 from tllm.training.rollout_servers.sampled_ahead import STALENESS, SampledAhead
@@ -107,6 +108,7 @@ def test_what_was_sampled_ahead_is_kept_and_taken_up_where_it_is_not_too_old() -
     for staleness, want in ((2, [(0, 2), (1, 2), (0, 2), (1, 2)]), (1, [(0, 0), (0, 1), (1, 1), (2, 1)])):
         again = ahead(rollouts := Recorded(), staleness)
         again.restore(kept)
+        assert again.state(2)["ahead"] == (kept if staleness == 2 else []), "what is not taken up yet is kept again"
         assert taken(again, range(2, 6)) == want
         assert [step for step, _ in rollouts.asked] == ([4, 5] if staleness == 2 else [2, 3, 4, 5])
 
@@ -151,7 +153,15 @@ def test_room_is_used_again_when_nobody_needs_what_it_held() -> None:
     same = weights.unused()
     same.tensors["w"].fill_(1)
     assert weights.publish(same) is second and second.users == 2, "weights that did not move are one version"
+    assert weights.changed_bytes == 0
     weights.release(first)
     assert float(first.tensors["w"].sum()) == 0 and weights.unused() is same
     weights.release(first)
     assert weights.unused() is first and len(made) == 3
+
+
+def test_a_message_has_as_many_chunks_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_chunks, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(published_weights, "MESSAGE_BYTES", 8)
+    weights = PublishedWeights(lambda: {"w": torch.zeros(7)})
+    assert [*weights._messages([0, 1, 2, 4, 6])] == [[0, 1], [2, 4], [6]]

@@ -151,6 +151,14 @@ def test_of_a_tensor_only_the_chunks_that_come_are_written(tmp_path: Path) -> No
     server.put([number], [content_of(table, tensors, number)])
     place = table.places[number]
     assert sum(int((one != 7).sum()) for one in held.parameters()) == (place.stop - place.start) // 4
+    server.confirm([number])
+    assert server.lacking == [one for one in lacking if one != number], "no other chunk counts as held"
+
+
+def test_a_table_is_another_where_a_name_a_shape_or_a_type_is() -> None:
+    plain = torch.empty(2, 3)
+    tables = [{"w": plain}, {"v": plain}, {"w": plain.t().contiguous()}, {"w": plain.int()}]
+    assert len({ChunkTable.of(tensors).digest for tensors in tables}) == len(tables)
 
 
 def put(server: HeldWeights, table: ChunkTable, tensors: dict[str, Tensor], numbers: list[int]) -> None:

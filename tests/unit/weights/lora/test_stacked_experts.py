@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from tllm.core.errors import WeightsError
 from tllm.weights.lora.adapter_files import ADAPTER_FILES
 from tllm.weights.lora.held_adapter import HeldFiles
-from tllm.weights.lora.stacked_experts import stacked, taken_apart
+from tllm.weights.lora.stacked_experts import StackedTensor, stacked, taken_apart
 
 COUNT, RANK, WIDTH, HIDDEN = 3, 2, 5, 4
 SHAPES = {
@@ -92,3 +92,12 @@ def test_layers_are_named_where_not_every_one_is_adapted(layers: int, named: lis
     ]
     made, wanted = stacked(tensors, layers)
     assert wanted == named and len(made) == 2
+
+
+def test_experts_are_stacked_by_their_numbers_and_not_by_their_names() -> None:
+    """By names number 10 comes before number 2, as in a save."""
+    names = sorted(f"model.layers.0.mlp.experts.{expert}.down_proj.lora_A.weight" for expert in range(11))
+    tensors: list[Any] = [SimpleNamespace(name=name) for name in names]
+    ((stack,), _) = stacked(tensors, 1)
+    assert isinstance(stack, StackedTensor)
+    assert [part.name.split(".")[5] for part in stack.parts] == [str(expert) for expert in range(11)]
