@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
+import pytest
 import torch
 
 from tests.support.comm.ranks import tcp_groups, transport_links
+from tllm.comm.links.grpc_link import KEEPALIVE
 from tllm.comm.links.link import Link, LocalLink
 from tllm.comm.links.shared_memory import SharedMemory, meet_in_memory
 from tllm.core.errors import LinkError
@@ -157,3 +162,40 @@ def test_a_process_waits_on_after_its_own_pause_and_no_longer_than_it_may_withou
     assert len(told) == len(of_awake) == 2 * len(KINDS) + 2
     assert set(told.values()) == {"well"}, told
     assert all(f"within {DEADLINE:g} s" in words for words in of_awake.values()), of_awake
+
+
+SERVER = """
+import concurrent.futures, json, sys, time, grpc
+
+def serve(request, context):
+    while True:
+        yield b"on"
+        time.sleep(1.0)
+
+server = grpc.server(concurrent.futures.ThreadPoolExecutor(1), options=[tuple(one) for one in json.loads(sys.argv[1])])
+handler = grpc.method_handlers_generic_handler("S", {"M": grpc.unary_stream_rpc_method_handler(serve)})
+server.add_generic_rpc_handlers((handler,))
+print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+server.start()
+server.wait_for_termination()
+"""
+"""Of gRPC, with options as JSON: prints its port, and sends something each second to whoever calls it."""
+
+
+@pytest.mark.soak
+def test_grpc_does_not_give_up_who_stands_still_while_a_ping_is_on_its_way() -> None:
+    """By itself it ends a connection on which a ping is not answered for a minute."""
+    grpc = pytest.importorskip("grpc")
+    options = list(dict(KEEPALIVE, **{"grpc.keepalive_time_ms": 500}).items())
+    with subprocess.Popen([sys.executable, "-c", SERVER, json.dumps(options)], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        with grpc.insecure_channel(f"127.0.0.1:{int(server.stdout.readline())}", options) as channel:
+            answers = channel.unary_stream("/S/M")(b"")
+            next(answers)
+            time.sleep(1.5)
+            server.send_signal(signal.SIGSTOP)
+            time.sleep(70.0)
+            server.send_signal(signal.SIGCONT)
+            for _ in range(5):
+                assert next(answers) == b"on"
+        server.kill()

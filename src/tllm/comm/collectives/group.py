@@ -293,9 +293,7 @@ class Group:
         """
         if self._started is None:
             self._started = StartedWork(f"{self.name} {self.rank} of {self.size}")
-        return Handle(
-            self._started.submit(partial(work, *args, **kwargs)), f"a {work.__name__} of the {self.name} group"
-        )
+        return Handle(self._started.submit(partial(work, *args, **kwargs)), f"{work.__name__} of the {self.name} group")
 
     @property
     def is_own_thread(self) -> bool:

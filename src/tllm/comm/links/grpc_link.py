@@ -27,9 +27,11 @@ from tllm.core.errors import UNREADABLE, AuthError, ConfigError, LinkClosed, Lin
 SERVICE, METHOD = "tllm.Link", "Open"
 BEGUN = b"\1"  # the first response, before any frame
 CALLS = 2  # handled at once: that of the link, and one to be refused
+NEVER = 2**31 - 1
+"""For gRPC, of milliseconds. The control wire notices who is lost; an unanswered ping may be of who is suspended."""
 KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_time_ms", 20_000),  # so that routers between two nodes keep an idle connection
+    ("grpc.keepalive_timeout_ms", NEVER),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

@@ -231,6 +231,10 @@ class RoleNodes:
             self._failed.forget_gone(self._members.state.living)
             again, whom = self._failed.failed(team), " with ".join(_names(team))
             log.warning("%s; %s is tried again in %g s at the earliest", error.message, whom, again)
+            for member in team:
+                given = self._members.state.member(member.node)
+                if given is not None and given.role == order.role and given.phase == "loading":
+                    self._members.record(RoleGiven(member.node, order.role))
             await asyncio.sleep(role_teams.FIRST_SECONDS)
         except TllmError as error:
             log.warning("%s", error.message)
