@@ -53,7 +53,7 @@ from typing import Literal
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE_TOML, ConfigError
+from tllm.core.errors import UNREADABLE_TOML, ConfigError, toml_fault
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points, Tier
 from tllm.planner.cluster.execution import Execution
 from tllm.planner.cluster.failures import Failures
@@ -146,7 +146,7 @@ def parse_cluster(text: str, path: Path) -> Cluster:
     try:
         return cluster_from(tomllib.loads(text), path)
     except UNREADABLE_TOML as error:
-        raise ConfigError(f"{path} is not a cluster: {error}", _hint(str(error))) from error
+        raise ConfigError(f"{path} is not a cluster: {toml_fault(error)}", _hint(str(error))) from error
 
 
 def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
@@ -157,7 +157,8 @@ def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
         raise ConfigError(f"{path} is not a cluster: {error}", _hint(str(error))) from error
     devices = sum(_devices(node) for node in file.node)
     if devices > MAX_RANKS:
-        raise ConfigError(f"{path} has {devices:,} devices, and at most {MAX_RANKS:,} are planned", "give fewer")
+        given = f"{devices:,}" if devices < 10**40 else "10^40 or more"
+        raise ConfigError(f"{path} has {given} devices, and at most {MAX_RANKS:,} are planned", "give fewer")
     nodes = [(name, node) for node in file.node for name in _names(node)]
     names = [name for name, _ in nodes]
     if not names:
@@ -258,7 +259,9 @@ def _tiers(groups: Sequence[_Group], names: Sequence[str]) -> tuple[Tier, ...]:
             group_of = tuple(0 if index in members else -1 for index in range(len(names)))
             size = len(members)
         else:
-            size = int(positive(group.size, {"": 1.0}, f"size of group {group.name!r}"))
+            size = group.size
+            if size < 0:
+                raise ConfigError(f"group {group.name!r} has size = {size}", "give size of 1 or more")
             group_of = tuple(index // size for index in range(len(names)))
         link = _speed(group, f"group {group.name!r}")
         tiers.append((size, Tier(group.name, group_of, link)))
