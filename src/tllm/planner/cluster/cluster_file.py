@@ -32,6 +32,7 @@ slowdown = 1.1                  # of products meanwhile
 touches = 5                     # of what a layer keeps, by elementwise operations, forward and backward
 loss_touches = 8                # of logits, by the operations of the loss
 scores = "softmax"              # attention's scores go through memory for softmax, with "dropout" for dropout too
+early_stop = false              # a layer that is computed again makes the sum at its very end too
 fused_accumulation = false      # gradients of a microbatch are added to the sum by an operation of its own
 overlap_gradients = false       # their all-reduces begin when the last backward pass is done
 waits_for_hops = true           # a stage computes nothing while hidden states travel to the next, or to it
@@ -110,6 +111,7 @@ class _Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention: float = 1.0
     again: float | None = None
     scores: Literal["fused", "softmax", "dropout"] = "fused"
+    early_stop: bool = True
     fused_accumulation: bool = True
     overlap_gradients: bool = True
     waits_for_hops: bool = False

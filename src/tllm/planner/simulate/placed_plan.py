@@ -84,9 +84,9 @@ class PlacedPlan:
         """The same, and the steps of the replicas that stand for all, without what follows their all-reduces."""
         replicas = self.replicas
         works = rank_works(self.spec, self.plan, self.facts, replicas)
-        traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
-        links = PlacedLinks(self)
-        setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM, self.steady)
+        execution, links = self.execution or TLLM, PlacedLinks(self)
+        traffic = step_traffic(self.spec, self.plan, self.facts, replicas, execution)
+        setup = StepSetup(self.spec, self.plan, self.facts, links, execution, self.steady)
         played = play_step(setup, self._speeds(works), traffic, replicas)
         step = prediction_of(played, self.facts, traffic)
         of_replica = {replica.index: replica for replica in played}
