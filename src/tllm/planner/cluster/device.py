@@ -136,6 +136,8 @@ class Cluster:
     pairs: tuple[tuple[tuple[int, int], LinkSpeed], ...] = ()
     execution: Execution = TLLM
     failures: Failures | None = None
+    hosts: tuple[str, ...] = ()
+    """By node, the machine that it runs on, where several nodes may share one; else each is a machine."""
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -145,6 +147,11 @@ class Cluster:
         node = self.node_of[device]
         first = self.node_of.index(node)
         return self.names[node] if self.node_of.count(node) == 1 else f"{self.names[node]}/{device - first}"
+
+    def machines(self, devices: Sequence[int]) -> tuple[str, ...]:
+        """The machine of each of these devices."""
+        of_nodes = self.hosts or self.names
+        return tuple(of_nodes[self.node_of[device]] for device in devices)
 
     def as_serving(self) -> Cluster:
         """The same devices as they serve."""

@@ -271,6 +271,7 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
             ((path.source, path.target), link_speed(path, bool(survey.nodes[path.source].device)))
             for path in survey.paths
         ),
+        hosts=tuple(node.host_name for node in survey.nodes),
     )
 
 
