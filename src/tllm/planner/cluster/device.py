@@ -30,9 +30,11 @@ class Device:
     flop_rates: tuple[tuple[str, Points], ...]
     """By dtype, flop/s of matrix products over rows."""
     memory_bandwidth: float
-    """Bytes per second that are read from main memory."""
+    """Bytes per second that are read from main memory: of weights, as they are held."""
     operation_seconds: float = 0.0
     """Seconds that starting one operation costs."""
+    keys_bandwidth: float = 0.0
+    """Bytes per second of cached keys and values that attention reads; 0: as of weights."""
     disk_bandwidth: float = 0.0
     """Bytes per second; 0: unknown."""
     peaks: tuple[tuple[str, float], ...] = ()
@@ -92,6 +94,11 @@ class Device:
     def logits_rate(self, dtype: str, rows: float) -> float:
         """Flop/s of logits for so many rows."""
         return self._at(self.logits_rates or self.flop_rates, dtype, rows)
+
+    @property
+    def cache_bandwidth(self) -> float:
+        """Bytes per second of the cache of a model that is served."""
+        return self.keys_bandwidth or self.memory_bandwidth
 
     def driver_step(self, sequences: float) -> float:
         """Seconds that a driver's step with so many sequences takes on top of layers and logits."""
