@@ -75,8 +75,8 @@ READING = """`known` tables were seen, with their errors, while the model of sof
 - GPT models count as ones with rotated positions and without biases; a layer's operations were counted without.
 - Tflop/s are what 2104.04473 counts (equation 3): all scores, and layers' forward passes twice. GPT-NeoX's program
   counted 6 for each parameter, and 60 for attention, until September 2023: 0.92 times as many."""
-LIMITS = """Megatron-LM's rows without a pipeline are predicted about 10 % too fast: products 2,304 to 6,144 wide, and
-kernels for softmax and dropout, are taken to reach what larger ones do. Rows of DeepSpeed's pipeline are too fast by 7
+LIMITS = """Megatron-LM's rows without a pipeline are predicted about 9 % too fast: products 2,304 to 6,144 wide, and
+kernels for softmax and dropout, are taken to reach what larger ones do. Rows of DeepSpeed's pipeline are too fast by 6
 to 23 %: what its engine does between microbatches is not in the model, and GPT-NeoX-20B synchronizes after each layer.
 NeMo 24.12 is an older release than the one that the curve of the H100 was fitted to ({nemo} off, all but two rows too
 fast). A page does not always say which kernels it ran; rows of LLM Foundry on H100 are left out for that reason.

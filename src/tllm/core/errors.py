@@ -151,6 +151,11 @@ UNREADABLE_TOML = (ValueError, RecursionError)
 that of a number of more digits than Python reads."""
 
 
+def toml_fault(error: BaseException) -> str:
+    """What is wrong with such a text, without Python's advice to programs on how to have longer numbers read."""
+    return str(error).partition("; use sys.")[0]
+
+
 def decoded(
     content: bytes | bytearray,
     decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T],

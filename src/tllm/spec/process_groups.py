@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import Literal
 
@@ -22,6 +25,25 @@ def computing(plan: Plan) -> range:
 def server_ranks(plan: Plan) -> range:
     """The ranks of the parameter servers, which come after those of the replicas."""
     return range(computing(plan).stop, plan.world_size)
+
+
+@lru_cache(16)
+def snapshot_holders(hosts: tuple[Hashable, ...]) -> tuple[int, ...]:
+    """For each rank the one that keeps the snapshots which it sends: of another machine, or the next rank where all are
+    on one. `hosts` are the machines of all ranks; a machine's ranks take turns over those of others, from the next
+    one on."""
+    ranks_of, holders = defaultdict[Hashable, list[int]](list), list[int]()
+    for rank, host in enumerate(hosts):
+        ranks_of[host].append(rank)
+    turns = {rank: turn for ranks in ranks_of.values() for turn, rank in enumerate(ranks)}
+    for rank, host in enumerate(hosts):
+        own, turn, distance = ranks_of[host], turns[rank], 1
+        if len(own) < len(hosts):
+            distance += turn % (len(hosts) - len(own))
+            for other in (*own[turn + 1 :], *own[:turn]):
+                distance += (other - rank) % len(hosts) <= distance
+        holders.append((rank + distance) % len(hosts))
+    return tuple(holders)
 
 
 def members(plan: Plan, rank: int) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -19,11 +20,14 @@ from tests.support.training.runs import job_for, records, train
 from tests.support.training.training_step import Layout, Rank, close, ranks_of
 from tllm.comm.collectives import all_reduce as algorithms
 from tllm.comm.collectives.group import Group
+from tllm.comm.links.link import LocalLink
+from tllm.planner.cluster.device import LinkSpeed
 from tllm.planner.cost import buckets
 from tllm.planner.cost import rank_work as ranks
 from tllm.planner.cost.messages import collective_bytes
 from tllm.planner.cost.rank_work import TrainingFacts, schedule_of
 from tllm.planner.cost.traffic import Traffic, step_traffic
+from tllm.planner.simulate.training_step import predict_step
 from tllm.spec.plan import Plan
 from tllm.training.attention import context_parallel as context
 from tllm.training.data import packing
@@ -110,6 +114,36 @@ def test_a_step_sends_what_is_planned(case: str, part: str, tmp_path: Path) -> N
             most = wanted.pop("ep")
             assert counted.pop("ep") <= most + SMALL
             assert counted == pytest.approx(wanted, rel=0.02, abs=SMALL), layout
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("case", ["llama", "olmo2"])
+def test_as_many_messages_are_waited_for_as_recomputing_sends(
+    case: str, sequence: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that is computed again makes no sum at its very end, unless a norm follows that one (olmo2)."""
+    save_model(case, tmp_path)
+    spec, facts, put = spec_of(tmp_path), TrainingFacts(TOKENS, COUNT), LocalLink._put
+    on_link = Counter[LocalLink]()
+
+    def counted(link: LocalLink, message: torch.Tensor | bytes, nbytes: int) -> None:
+        on_link[link] += 1
+        put(link, message, nbytes)
+
+    monkeypatch.setattr(LocalLink, "_put", counted)
+    sent, waited = list[int](), list[float]()
+    for recompute in ("none", "layer"):
+        layout = Layout(shares=TP2, sequence=sequence, recompute=recompute)
+        ranks = ranks_of(tmp_path, layout, torch.float32)
+        in_threads([partial(rank.step, 1, full_rows(COUNT, TOKENS), 1e-3) for rank in ranks])
+        (link,) = ranks[0].mesh.tp.send.values()
+        assert isinstance(link, LocalLink)
+        sent.append(on_link[link])
+        close(ranks)
+        plan = plan_of(layout, spec.num_layers)
+        waited.append(predict_step(spec, plan, facts, 1e30, LinkSpeed(latency=1.0)).layers)
+    assert sent[1] > sent[0]
+    assert waited[1] - waited[0] == pytest.approx(sent[1] - sent[0])
 
 
 def test_the_bound_of_the_experts_is_reached(tmp_path: Path) -> None:

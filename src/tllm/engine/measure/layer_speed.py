@@ -27,7 +27,7 @@ from tllm.engine.schedule.batch import Batch
 from tllm.model.transformer import Transformer, build
 from tllm.parallel.mesh import Mesh
 from tllm.parallel.quantized_weight import stands_for
-from tllm.planner.cost.rank_bytes import end_parameters
+from tllm.planner.cost.rank_bytes import end_parameters, kv_bytes
 from tllm.planner.measured.survey import SurveyedPass
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
@@ -37,6 +37,9 @@ REST = 0.01
 
 MIN_PAIRS = 5
 """Of works that are compared, measured at least."""
+
+KEYS = 1024
+"""More keys of a token, whose reading is measured."""
 
 LEAST_SECONDS = 1e-6
 """Of an overhead that noise would make none."""
@@ -62,6 +65,8 @@ class ServingPasses(NamedTuple):
     - `unplayed`: by how many seconds a layer of one reply takes longer where its operations are called one by one.
     - `cooled`, `rest`: by how many seconds all layers take longer in a step, and after a wait: their caches are cold.
     - `rested`: seconds of all waits while this was measured.
+    - `keys_read`: bytes of keys and values per second that attention reads; 0 where weights are plain, which are read
+      as fast.
     """
 
     layers: Passes
@@ -72,6 +77,7 @@ class ServingPasses(NamedTuple):
     cooled: float
     rest: float
     rested: float
+    keys_read: float = 0.0
 
 
 @torch.inference_mode()
@@ -98,8 +104,9 @@ def serving_passes(
     driver_steps = [whole.driver_step(count, prompt, deliver) for count in sequences]
     follower_steps = [whole.follower_step(count, prompt) for count in sequences]
     computed = LongerBy(whole.forward_pass(batches[0], batches, may_be_played=False), works[0])
-    after_rest = AfterRest(works[0])
-    measured = iter(mean_seconds_each([*works, *driver_steps, *follower_steps, computed, after_rest], seconds))
+    after_rest, keys = AfterRest(works[0]), _more_keys(whole, prompt)
+    more = [] if keys is None else [keys]
+    measured = iter(mean_seconds_each([*works, *driver_steps, *follower_steps, computed, after_rest, *more], seconds))
     of_layers = tuple(_layer_pass(layers, batch, next(measured)) for layers, batch in pairs)
     of_logits = tuple(SurveyedPass(count, count, 1, next(measured)) for count in sequences)
 
@@ -119,7 +126,22 @@ def serving_passes(
         cooled=cooled,
         rest=after_rest.extra_seconds,
         rested=after_rest.rested_seconds,
+        keys_read=0.0 if keys is None else keys.bytes_per_second,
     )
+
+
+def _more_keys(layers: BenchmarkLayers, prompt: int) -> ReadsKeys | None:
+    """A token behind `KEYS` keys more than a prompt has; None where weights are plain, or no context is so long."""
+    spec, end = layers.spec, layers.spec.max_model_len - 1
+    near, far = (batch_of(1, 1, keys) for keys in (prompt, min(prompt + KEYS, end)))
+    (whole,), item = cut_stage(spec, (1,)), layers.dtype.itemsize
+    bytes_read = 0
+    for layer in spec.layers[: layers.num_layers]:
+        seen = [min(batch.entries[0].start, layer.window or end) for batch in (near, far)]
+        bytes_read += (seen[1] - seen[0]) * kv_bytes(spec, layer, whole, item, "auto")
+    if spec.quantization is None or bytes_read <= 0:
+        return None
+    return ReadsKeys(*(layers.forward_pass(batch, [near, far]) for batch in (far, near)), bytes_read)
 
 
 def _layer_pass(layers: BenchmarkLayers, batch: Batch, seconds: float) -> SurveyedPass:
@@ -173,6 +195,20 @@ class LongerBy:
         between = time.perf_counter()
         self.other()
         self._differences.append((between - begun) - (time.perf_counter() - between))
+
+
+class ReadsKeys(LongerBy):
+    """A pass that reads so many bytes of keys and values more than another one."""
+
+    def __init__(self, work: Work, other: Work, bytes_read: int) -> None:
+        super().__init__(work, other)
+        self._bytes_read = bytes_read
+
+    @property
+    def bytes_per_second(self) -> float:
+        """0 where they take too little time to tell."""
+        seconds = self.extra_seconds
+        return self._bytes_read / seconds if seconds > LEAST_SECONDS else 0.0
 
 
 class AfterRest(LongerBy):

@@ -116,10 +116,10 @@ class TrainingRun:
 
         `mirrored`: each rank also keeps in-memory snapshots of another one's steps.
         """
-        rooms = {member.node: member.facts.room for member in self.state.living}
+        known = {member.node: member.facts for member in self.state.living}
         facts = training_facts(self._job, mirrored, shares_prompts=shares_prompts(self._job, self._spec))
-        needs = rank_totals(self._spec, plan, facts)
-        check_machines(needs, [rooms[node] for node in nodes])
+        needs = rank_totals(self._spec, plan, facts, tuple(known[node].host_name for node in nodes))
+        check_machines(needs, [known[node].room for node in nodes])
 
     def stop(self) -> None:
         """Let every rank save after the step that it takes, and end."""

@@ -32,6 +32,7 @@ slowdown = 1.1                  # of products meanwhile
 touches = 5                     # of what a layer keeps, by elementwise operations, forward and backward
 loss_touches = 8                # of logits, by the operations of the loss
 scores = "softmax"              # attention's scores go through memory for softmax, with "dropout" for dropout too
+early_stop = false              # a layer that is computed again makes the sum at its very end too
 fused_accumulation = false      # gradients of a microbatch are added to the sum by an operation of its own
 overlap_gradients = false       # their all-reduces begin when the last backward pass is done
 waits_for_hops = true           # a stage computes nothing while hidden states travel to the next, or to it
@@ -53,7 +54,7 @@ from typing import Literal
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE_TOML, ConfigError
+from tllm.core.errors import UNREADABLE_TOML, ConfigError, toml_fault
 from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points, Tier
 from tllm.planner.cluster.execution import Execution
 from tllm.planner.cluster.failures import Failures
@@ -110,6 +111,7 @@ class _Execution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention: float = 1.0
     again: float | None = None
     scores: Literal["fused", "softmax", "dropout"] = "fused"
+    early_stop: bool = True
     fused_accumulation: bool = True
     overlap_gradients: bool = True
     waits_for_hops: bool = False
@@ -146,7 +148,7 @@ def parse_cluster(text: str, path: Path) -> Cluster:
     try:
         return cluster_from(tomllib.loads(text), path)
     except UNREADABLE_TOML as error:
-        raise ConfigError(f"{path} is not a cluster: {error}", _hint(str(error))) from error
+        raise ConfigError(f"{path} is not a cluster: {toml_fault(error)}", _hint(str(error))) from error
 
 
 def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
@@ -157,7 +159,8 @@ def cluster_from(raw: Mapping[str, object], path: Path) -> Cluster:
         raise ConfigError(f"{path} is not a cluster: {error}", _hint(str(error))) from error
     devices = sum(_devices(node) for node in file.node)
     if devices > MAX_RANKS:
-        raise ConfigError(f"{path} has {devices:,} devices, and at most {MAX_RANKS:,} are planned", "give fewer")
+        given = f"{devices:,}" if devices < 10**40 else "10^40 or more"
+        raise ConfigError(f"{path} has {given} devices, and at most {MAX_RANKS:,} are planned", "give fewer")
     nodes = [(name, node) for node in file.node for name in _names(node)]
     names = [name for name, _ in nodes]
     if not names:
@@ -258,7 +261,9 @@ def _tiers(groups: Sequence[_Group], names: Sequence[str]) -> tuple[Tier, ...]:
             group_of = tuple(0 if index in members else -1 for index in range(len(names)))
             size = len(members)
         else:
-            size = int(positive(group.size, {"": 1.0}, f"size of group {group.name!r}"))
+            size = group.size
+            if size < 0:
+                raise ConfigError(f"group {group.name!r} has size = {size}", "give size of 1 or more")
             group_of = tuple(index // size for index in range(len(names)))
         link = _speed(group, f"group {group.name!r}")
         tiers.append((size, Tier(group.name, group_of, link)))

@@ -30,9 +30,11 @@ class Device:
     flop_rates: tuple[tuple[str, Points], ...]
     """By dtype, flop/s of matrix products over rows."""
     memory_bandwidth: float
-    """Bytes per second that are read from main memory."""
+    """Bytes per second that are read from main memory: of weights, as they are held."""
     operation_seconds: float = 0.0
     """Seconds that starting one operation costs."""
+    keys_bandwidth: float = 0.0
+    """Bytes per second of cached keys and values that attention reads; 0: as of weights."""
     disk_bandwidth: float = 0.0
     """Bytes per second; 0: unknown."""
     peaks: tuple[tuple[str, float], ...] = ()
@@ -93,6 +95,11 @@ class Device:
         """Flop/s of logits for so many rows."""
         return self._at(self.logits_rates or self.flop_rates, dtype, rows)
 
+    @property
+    def cache_bandwidth(self) -> float:
+        """Bytes per second of the cache of a model that is served."""
+        return self.keys_bandwidth or self.memory_bandwidth
+
     def driver_step(self, sequences: float) -> float:
         """Seconds that a driver's step with so many sequences takes on top of layers and logits."""
         return between(self.driver_seconds, max(sequences, 1)) if self.driver_seconds else 0.0
@@ -136,6 +143,8 @@ class Cluster:
     pairs: tuple[tuple[tuple[int, int], LinkSpeed], ...] = ()
     execution: Execution = TLLM
     failures: Failures | None = None
+    hosts: tuple[str, ...] = ()
+    """By node, the machine that it runs on, where several nodes may share one; else each is a machine."""
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -145,6 +154,11 @@ class Cluster:
         node = self.node_of[device]
         first = self.node_of.index(node)
         return self.names[node] if self.node_of.count(node) == 1 else f"{self.names[node]}/{device - first}"
+
+    def machines(self, devices: Sequence[int]) -> tuple[str, ...]:
+        """The machine of each of these devices."""
+        of_nodes = self.hosts or self.names
+        return tuple(of_nodes[self.node_of[device]] for device in devices)
 
     def as_serving(self) -> Cluster:
         """The same devices as they serve."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tllm.core.errors import ConfigError
+from tllm.spec.model_spec import ModelSpec
+from tllm.spec.plan import Plan
 
 GROUPS = ("tp", "cp", "ep", "dp", "edp", "replica")
 
@@ -33,6 +35,9 @@ class Execution:
     scores: Literal["fused", "softmax", "dropout"] = "fused"
     """Whether attention's scores stay in one kernel (FlashAttention, 2205.14135), or all of them, masked ones too, go
     through memory for products and softmax, or for dropout as well (`cost.roofline.attention_time`)."""
+    early_stop: bool = True
+    """Whether a layer that is computed again stops at the last tensor that its backward pass wants, as torch's
+    checkpoints call it, and so makes no sum at its very end; or is computed again whole."""
     fused_accumulation: bool = True
     """Whether the product that makes a weight's gradient adds it to those of earlier microbatches, or an operation of
     its own does."""
@@ -59,6 +64,11 @@ class Execution:
             raise ConfigError(f"attention of [execution] is {self.attention:g}", "give a share above 0 and up to 1")
         if self.recompute_share is not None and not 0 <= self.recompute_share <= 1:
             raise ConfigError(f"again of [execution] is {self.recompute_share:g}", "give a share of 0 to 1")
+
+    def stops_before_last_sum(self, spec: ModelSpec, plan: Plan) -> bool:
+        """Whether a layer that is computed again lacks the sum over tensor-parallel ranks that ends it: with a norm
+        behind that, or on a grid, what is summed is wanted."""
+        return self.early_stop and spec.norm_order == "pre" and plan.grid is None
 
     def exposed_seconds(self, group: str, messages: float, products: float) -> float:
         """Seconds by which a group's `messages` (seconds) lengthen a step's `products` (seconds): exposed

@@ -186,7 +186,7 @@ class StageTeam:
         else:
             cache = kv_bytes(spec, layer, cut, facts.item_bytes, facts.kv_cache_dtype) * keys * batch.sequences
         time = _slower(products / rate, weights / device.memory_bandwidth).plus(
-            _slower(scores / rate, cache / device.memory_bandwidth)
+            _slower(scores / rate, cache / device.cache_bandwidth)
         )
         return time.plus(TimeBreakdown(operations=OPERATIONS * device.operation_seconds))
 

@@ -16,7 +16,8 @@ of an activation or weight and w bytes of a gradient element:
              has choices: the most that there can be
     replica  gradients of which several ranks have parts (shared key-value heads, tied tables), once a step
 
-What is recomputed is sent again: `recompute=layer` repeats a layer's forward pass except an all-reduce at its very end.
+What is recomputed is sent again: `recompute=layer` repeats a layer's forward pass except an all-reduce at its very end
+(`Execution.early_stop`).
 Beside an adapter no gradient goes below the lowest adapted linear, and sums of gradients below it are not made.
 """
 
@@ -30,6 +31,7 @@ from itertools import accumulate, product
 from math import comb
 from statistics import fmean
 
+from tllm.planner.cluster.execution import TLLM, Execution
 from tllm.planner.cost.activations import logits_tokens
 from tllm.planner.cost.buckets import padded_elements, shares_table
 from tllm.planner.cost.grid_step import parts_on_grid, sent_on_grid
@@ -93,7 +95,11 @@ class Traffic:
 
 
 def step_traffic(
-    spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
+    spec: ModelSpec,
+    plan: Plan,
+    facts: TrainingFacts,
+    replicas: Sequence[int] | None = None,
+    execution: Execution = TLLM,
 ) -> list[Traffic]:
     """The traffic of every rank that computes, or of those of some replicas.
 
@@ -106,12 +112,14 @@ def step_traffic(
         # All else that decides what a rank sends is the plan's: ranks alike in this send equally much.
         key = work.microbatches, work.at._replace(replica=work.at.replica % plan.ep)
         if key not in known:
-            known[key] = _of_rank(spec, plan, facts, work, cuts[work.at.stage])
+            known[key] = _of_rank(spec, plan, facts, work, cuts[work.at.stage], execution)
         every.append(known[key])
     return every
 
 
-def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut]) -> Traffic:
+def _of_rank(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, cuts: Sequence[Cut], execution: Execution
+) -> Traffic:
     """One rank's traffic. `cuts` are those of all ranks of its stage."""
     M, layers = work.microbatches, [spec.layers[number] for run in work.runs for number in run]
     shape = plan.grid_of(work.at.stage)
@@ -120,7 +128,9 @@ def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
         tp, dp = sent_on_grid(spec, shape, work, plan.recompute == "layer"), _shared(spec, plan, facts, work, False)
         return Traffic(tp=M * tp, dp=dp, replica=parts)
     kinds = Counter((spec.layers[n], layer_gradients(spec, work, n)) for run in work.runs for n in run)
-    tp = sum(n * _tp_of_layer(spec, kind, plan, work) for kind, n in kinds.items()) + _tp_of_ends(spec, plan, work)
+    stops = execution.stops_before_last_sum(spec, plan)
+    tp = sum(n * _tp_of_layer(spec, kind, plan, work, stops) for kind, n in kinds.items())
+    tp += _tp_of_ends(spec, plan, work)
     return Traffic(
         tp=M * tp if work.tp > 1 else 0,
         pp=M * _hops(spec, plan, work),
@@ -133,13 +143,13 @@ def _of_rank(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork, 
     )
 
 
-def _tp_of_layer(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork) -> int:
+def _tp_of_layer(spec: ModelSpec, kind: LearningLayer, plan: Plan, work: RankWork, stops: bool) -> int:
     """Bytes for one microbatch and one layer: its rows enter cut layers twice and leave them twice in the forward pass,
     and the other way round in the backward pass, as far as that goes. Experts and an MLP beside them leave as rows of
-    their own."""
+    their own. A forward pass that is made again `stops` before the last of them leave, or does not."""
     (layer, gradients), (T, D, b) = kind, (work.batch.tokens, spec.hidden_size, work.batch.item_bytes)
     again = gradients.halves > 0 and plan.recompute == "layer"
-    leaves = layer.hidden_sums + again * (1 if spec.norm_order == "pre" else layer.hidden_sums)
+    leaves = layer.hidden_sums + again * (1 if stops else layer.hidden_sums)
     squares = 0
     if spec.qk_norm == "full":
         squares = (2 + 2 * gradients.core + 2 * again) * all_reduce(T, work.batch.upcast_bytes, work.at.tp, work.tp)

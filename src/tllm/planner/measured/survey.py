@@ -20,6 +20,7 @@ from tllm.planner.cluster.device import Cluster, Device, LinkSpeed, Points
 from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
 from tllm.planner.cost.rank_bytes import ITEM_BYTES
 from tllm.planner.cost.stage_team import OPERATIONS, read_elements
+from tllm.planner.cost.weight_bits import mean_linear_bytes
 from tllm.spec.cut import cut_stage
 from tllm.spec.model_spec import ModelSpec
 
@@ -61,6 +62,7 @@ class SampledPasses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     unplayed: float = 0.0
     cooled: float = 0.0
     rest: float = 0.0
+    keys_read: float = 0.0
 
 
 class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -99,6 +101,9 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     """Seconds by which a stage's layers together take longer in a step than repeated alone, as caches are cold."""
     rest: float = 0.0
     """The same in a step before which the stage had nothing to do."""
+    keys_read: float = 0.0
+    """Bytes per second of cached keys and values that attention reads, beside weights of few bits, which are read at a
+    speed of their own; 0: not measured, as both are plain."""
     split: float = 1.0
     """How many times longer a training pass takes whose backward pass is split in two (zero bubble schedules)."""
     sampling: SampledPasses | None = None
@@ -271,6 +276,7 @@ def cluster_of(survey: Survey, spec: ModelSpec) -> Cluster:
             ((path.source, path.target), link_speed(path, bool(survey.nodes[path.source].device)))
             for path in survey.paths
         ),
+        hosts=tuple(node.host_name for node in survey.nodes),
     )
 
 
@@ -299,7 +305,7 @@ def _slower(measured: Measured, factor: float) -> Measured:
         for name in ("layers", "logits", "turns", "follows")
     }
     more = {name: factor * getattr(measured, name) for name in ("unplayed", "cooled", "rest")}
-    return msgspec.structs.replace(measured, **slowed, **more)
+    return msgspec.structs.replace(measured, **slowed, **more, keys_read=measured.keys_read / factor)
 
 
 def _least(passes: Sequence[SurveyedPass]) -> float:
@@ -340,6 +346,7 @@ def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -
         peaks=((survey.dtype, node.peak),) if node.peak else (),
         memory_bandwidth=_memory_bandwidth(node.layers, survey, spec, fixed),
         operation_seconds=fixed / OPERATIONS,
+        keys_bandwidth=node.keys_read,
         logits_rates=((survey.dtype, _in_order(logits_rates)),),
         half_layer_rates=((survey.dtype, _in_order(half_rates)),) if half_rates and survey.goal == "train" else (),
         update_seconds=node.update,
@@ -355,12 +362,15 @@ def _device(node: SurveyedNode, sharing: int, survey: Survey, spec: ModelSpec) -
 
 
 def _memory_bandwidth(passes: Sequence[SurveyedPass], survey: Survey, spec: ModelSpec, fixed: float) -> float:
-    """Bytes of weights per second in the pass with the fewest rows, as if only reading weights took time there."""
+    """Bytes of weights per second in the pass with the fewest rows, as if only reading weights took time there. Those
+    that are served are read in the bits that they are held in."""
     fewest = min((measured for measured in passes if measured.ranks == 1), key=lambda measured: measured.rows)
     (whole,) = cut_stage(spec, (1,))
     elements = sum(read_elements(spec, layer, whole, fewest.rows) for layer in spec.layers)
     flops = sum(layer_flops(spec, layer, whole, (1,) * fewest.rows) for layer in spec.layers)
-    return elements * ITEM_BYTES[survey.dtype] * _layer_rate(fewest, spec, survey.goal, fixed) / flops
+    item = ITEM_BYTES[survey.dtype]
+    read = mean_linear_bytes(spec, item) if survey.goal == "serve" else item
+    return elements * read * _layer_rate(fewest, spec, survey.goal, fixed) / flops
 
 
 def _fixed_seconds(passes: Sequence[SurveyedPass]) -> float:

@@ -1,8 +1,9 @@
 """Bytes of in-memory snapshots of the training state, and of the copies that a checkpoint is saved from.
 
 Two ranks keep a snapshot of each element of weights and optimizer states, each of the last two steps
-(`training.snapshot.placement`). What several ranks hold, two of them copy, and nothing is sent. What one rank holds
-alone it copies, and sends the copy to the next rank. Over n ranks that share their gradients:
+(`training.snapshot.placement`). What ranks of several machines hold, two of them copy, and nothing is sent. What one
+rank, or one machine, holds alone is copied once and sent to a rank of another machine, if there are several. Over n
+ranks that share their gradients, each on a machine of its own:
 
     zero 0      all n ranks hold everything       alone: nothing                copied: 2 / n of everything
     zero 1, 2   all n ranks hold the weights      alone: 1 / n of the states
@@ -15,6 +16,7 @@ replica (a residual, the states of local steps) one rank holds alone under any p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -22,32 +24,85 @@ from itertools import chain
 from typing import NamedTuple
 
 from tllm.planner.cost.buckets import shares_table
-from tllm.planner.cost.rank_work import RankWork, TrainingFacts
+from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works
 from tllm.spec.cut import Range, size
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import group, snapshot_holders
 
 VERSIONS = 2
 """Steps of which snapshots are kept."""
 
 
-def replicated_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, work: RankWork) -> int:
-    """Bytes that a rank sends for one snapshot: those of what it holds alone."""
-    if not _is_replicated(plan, facts) or plan.world_size == 1:
-        return 0
-    return sum(held.state_bytes(plan, facts)[0] for held in _held(spec, work))
+class RankSnapshots(NamedTuple):
+    """Bytes of one snapshot: what a rank copies of its own, of which it sends what it was `sent` for, and what others
+    send to it."""
+
+    copied: int
+    sent: int
+    received: int
+
+    @property
+    def kept(self) -> int:
+        """Bytes of all steps of which snapshots are kept."""
+        return VERSIONS * (self.copied + self.received)
 
 
-def snapshot_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:
-    """Bytes of snapshots on each of these ranks: of what it holds itself, and of what the rank before it sends."""
+NO_SNAPSHOTS = RankSnapshots(0, 0, 0)
+
+
+@lru_cache(16)
+def rank_snapshots(
+    spec: ModelSpec, plan: Plan, facts: TrainingFacts, hosts: tuple[str, ...] = ()
+) -> tuple[RankSnapshots, ...]:
+    """Of every rank of a plan, on the machines `hosts`; each on its own where these are not known."""
     if not _is_replicated(plan, facts):
-        return [0] * len(works)
-    own = []
-    for work in works:
-        both = [(held.ranks, *held.state_bytes(plan, facts)) for held in _held(spec, work)]
-        own.append(sum(alone + 2 * shared // ranks for ranks, alone, shared in both))
-    sent = [replicated_bytes(spec, plan, facts, work) for work in works]
-    return [VERSIONS * (mine + sent[index - 1]) for index, mine in enumerate(own)]
+        return (NO_SNAPSHOTS,) * plan.world_size
+    hosts = hosts or tuple(map(str, range(plan.world_size)))
+    held = [
+        [
+            (name, one.ranks, *one.state_bytes(plan, facts))
+            for name, one in zip(("dp", "edp"), _held(spec, work), strict=True)
+        ]
+        for work in rank_works(spec, plan, facts, range(plan.ep))
+    ]
+    copied, sent, received = ([0] * plan.world_size for _ in range(3))
+    on_hosts = _HoldersByHost(plan, hosts)
+    for rank, holder in enumerate(snapshot_holders(hosts)):
+        for name, ranks, alone, shared in held[rank % len(held)]:
+            part, is_sent = on_hosts.part_of(rank, name, ranks) if shared else (0.0, False)
+            copied[rank] += alone + int(part * shared)
+            sent[rank] += (alone + is_sent * int(part * shared)) * (plan.world_size > 1)
+        received[holder] += sent[rank]
+    return tuple(map(RankSnapshots, copied, sent, received))
+
+
+class _HoldersByHost:
+    """Which part of what ranks of a group all have each of them copies, by the machines that they are on."""
+
+    def __init__(self, plan: Plan, hosts: Sequence[str]) -> None:
+        self._plan, self._hosts = plan, hosts
+        self._are_alike = len(set(hosts)) in (1, len(hosts))
+        self._known: dict[tuple[object, ...], tuple[str, int]] = {}
+
+    def part_of(self, rank: int, name: str, ranks: int) -> tuple[float, bool]:
+        """The part that one of so many ranks copies, and whether it sends that, as no rank of another machine has the
+        same.
+
+        Two ranks copy each element, of two machines if there are several. One that has more than half of the ranks has
+        one copy of all, and the others have the second.
+        """
+        if self._are_alike:
+            return 2 / ranks, False
+        at = self._plan.coordinates(rank)
+        key = (name, at.stage, at.tp, at.replica % self._plan.ep if name == "edp" else 0)
+        if key not in self._known:
+            of_host = Counter(self._hosts[member] for member in group(self._plan, rank, name))
+            self._known[key] = of_host.most_common(1)[0]
+        most, count = self._known[key]
+        if 2 * count <= ranks:
+            return 2 / ranks, False
+        return 1 / (count if self._hosts[rank] == most else ranks - count), count == ranks
 
 
 def save_bytes(spec: ModelSpec, plan: Plan, facts: TrainingFacts, works: Sequence[RankWork]) -> list[int]:

@@ -36,7 +36,7 @@ from tllm.planner.memory.grid_products import product_bytes
 from tllm.planner.memory.heap import TRAINER_BYTES, heap_bytes, heap_part, largest_heap_piece, runtime_bytes
 from tllm.planner.memory.live_activations import live_activation_bytes
 from tllm.planner.memory.role_memory import role_memory
-from tllm.planner.memory.snapshots import save_bytes, snapshot_bytes
+from tllm.planner.memory.snapshots import rank_snapshots, save_bytes
 from tllm.spec.hf_config import rounded
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
@@ -92,41 +92,46 @@ class RankMemory:
 
 
 def training_bytes(
-    spec: ModelSpec, plan: Plan, facts: TrainingFacts, replicas: Sequence[int] | None = None
+    spec: ModelSpec,
+    plan: Plan,
+    facts: TrainingFacts,
+    replicas: Sequence[int] | None = None,
+    hosts: tuple[str, ...] = (),
 ) -> list[RankMemory]:
     """The memory of every rank of a plan, or of those of some replicas; parameter servers last.
 
-    Raises PlanError where the plan does not fit the model.
+    `hosts`: the machines of all ranks; each has its own where these are not known. Raises PlanError where the plan does
+    not fit the model.
     """
+    copies = rank_snapshots(spec, plan, facts, hosts)
     spec, facts = as_learned(spec, facts.adapter), facts.as_large_as_may_be
     some = range(plan.replicas) if replicas is None else replicas
     alike = _representatives(plan, facts, some)
     works = rank_works(spec, plan, facts, list(dict.fromkeys(alike)))
-    copies = snapshot_bytes(spec, plan, facts, works)
     saved = save_bytes(spec, plan, facts, works)
     ranks = [
-        replace(_computing(spec, plan, facts, work), copies=copy, saving=saving)
-        for work, copy, saving in zip(works, copies, saved, strict=True)
+        replace(_computing(spec, plan, facts, work), saving=saving) for work, saving in zip(works, saved, strict=True)
     ]
     size = plan.replica_size
     of_replica = {works[at].at.replica: ranks[at : at + size] for at in range(0, len(ranks), size)}
     every = [
-        rank if replica == one else replace(rank, rank=rank.rank + (replica - one) * size)
+        replace(memory, rank=rank, copies=copies[rank].kept)
         for replica, one in zip(some, alike, strict=True)
-        for rank in of_replica[one]
+        for rank, memory in enumerate(of_replica[one], replica * size)
     ]
     return every + _servers(spec, plan, facts, works[0])
 
 
 @lru_cache(8)
-def rank_totals(spec: ModelSpec, plan: Plan, facts: TrainingFacts) -> tuple[int, ...]:
+def rank_totals(spec: ModelSpec, plan: Plan, facts: TrainingFacts, hosts: tuple[str, ...] = ()) -> tuple[int, ...]:
     """The `total` of every rank of a plan, as `training_bytes` has it, fast for many replicas."""
     alike = _representatives(plan, facts, range(plan.replicas))
     looked_at, size = list(dict.fromkeys(alike)), plan.replica_size
-    totals = [rank.total for rank in training_bytes(spec, plan, facts, looked_at)]
+    totals = [rank.total - rank.copies for rank in training_bytes(spec, plan, facts, looked_at)]
     of_replica = {replica: totals[at * size : (at + 1) * size] for at, replica in enumerate(looked_at)}
-    servers = totals[len(looked_at) * size :]
-    return tuple(total for replica in alike for total in of_replica[replica]) + tuple(servers)
+    totals = [total for replica in alike for total in of_replica[replica]] + totals[len(looked_at) * size :]
+    copies = rank_snapshots(spec, plan, facts, hosts)
+    return tuple(total + snapshots.kept for total, snapshots in zip(totals, copies, strict=True))
 
 
 def _representatives(plan: Plan, facts: TrainingFacts, replicas: Sequence[int]) -> list[int]:

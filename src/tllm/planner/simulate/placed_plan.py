@@ -25,14 +25,14 @@ from tllm.planner.cost.rank_work import (
 from tllm.planner.cost.roofline.layer_time import ComputeTime, ConstantRate, LayerTimeModel
 from tllm.planner.cost.roofline.update_time import update_seconds
 from tllm.planner.cost.traffic import Traffic, step_traffic
-from tllm.planner.memory.snapshots import replicated_bytes
+from tllm.planner.memory.snapshots import RankSnapshots, rank_snapshots
 from tllm.planner.memory.training_memory import RankMemory, training_bytes
 from tllm.planner.simulate.role_seconds import Learning, role_seconds
 from tllm.planner.simulate.training_step import ReplicaStep, StepPrediction, StepSetup, play_step, prediction_of
 from tllm.spec.cut import cut_stage, size, stage_cuts
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Coordinates, Plan
-from tllm.spec.process_groups import SERVERS, neighbours, server_ranks, targets
+from tllm.spec.process_groups import SERVERS, neighbours, server_ranks, snapshot_holders, targets
 from tllm.spec.process_groups import group as group_of
 
 
@@ -58,8 +58,18 @@ class PlacedPlan:
             raise PlanError(f"the plan has {self.plan.world_size} ranks and {len(self.devices)} devices are given")
 
     @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """The machine of each rank."""
+        return self.cluster.machines(self.devices)
+
+    @cached_property
+    def _snapshots(self) -> tuple[RankSnapshots, ...]:
+        return rank_snapshots(self.spec, self.plan, self.facts, self.hosts)
+
+    @cached_property
     def stands_for(self) -> list[int]:
-        """For each replica the first one with the same work on devices that are equally fast and equally far apart."""
+        """For each replica the first one with the same work on devices that are equally fast and equally far apart,
+        and with snapshots of as many bytes."""
         ranks, ep = self.plan.replica_size, self.plan.ep
         seen, representatives = dict[object, int](), list[int]()
         cuts = [cut for stage in range(self.plan.pp) for cut in stage_cuts(self.spec, self.plan, stage)]
@@ -68,7 +78,8 @@ class PlacedPlan:
             places = [(own, ranks), (first, ep * ranks)][: 1 if ep == 1 else 2]
             pattern = tuple(self.cluster.pattern(self.devices[start : start + many]) for start, many in places)
             held = tuple(size(cut.holders[replica % ep]) for cut in cuts)
-            representatives.append(seen.setdefault((count, held, pattern), replica))
+            key = count, held, pattern, self._snapshots[own : own + ranks]
+            representatives.append(seen.setdefault(key, replica))
         return representatives
 
     @property
@@ -84,9 +95,9 @@ class PlacedPlan:
         """The same, and the steps of the replicas that stand for all, without what follows their all-reduces."""
         replicas = self.replicas
         works = rank_works(self.spec, self.plan, self.facts, replicas)
-        traffic = step_traffic(self.spec, self.plan, self.facts, replicas)
-        links = PlacedLinks(self)
-        setup = StepSetup(self.spec, self.plan, self.facts, links, self.execution or TLLM, self.steady)
+        execution, links = self.execution or TLLM, PlacedLinks(self)
+        traffic = step_traffic(self.spec, self.plan, self.facts, replicas, execution)
+        setup = StepSetup(self.spec, self.plan, self.facts, links, execution, self.steady)
         played = play_step(setup, self._speeds(works), traffic, replicas)
         step = prediction_of(played, self.facts, traffic)
         of_replica = {replica.index: replica for replica in played}
@@ -115,7 +126,7 @@ class PlacedPlan:
 
     def memory(self, replicas: Sequence[int] | None = None) -> list[RankMemory]:
         """The memory of the ranks of some replicas, or of all."""
-        return training_bytes(self.spec, self.plan, self.facts, replicas)
+        return training_bytes(self.spec, self.plan, self.facts, replicas, self.hosts)
 
     def fits(self, memory: Sequence[RankMemory]) -> bool:
         """Whether each of these ranks has room on its device."""
@@ -186,14 +197,19 @@ class PlacedPlan:
         return max(0.0, sums - replica.gradients)
 
     def _replication(self, work: RankWork, step: StepPrediction) -> float:
-        """Seconds by which sending a snapshot delays the next step, in which it overlaps; a mean over all steps."""
-        sent = replicated_bytes(self.spec, self.plan, self.facts, work)
-        if not sent:
-            return 0.0
-        target = self.devices[(work.rank + 1) % len(self.devices)]
-        seconds = sending_seconds(sent, self.cluster.link(self.devices[work.rank], target))
-        hidden = step.seconds if self._device(work.rank).has_spare_core else 0.0
-        return max(0.0, seconds - hidden) / self.facts.mirror_steps
+        """Seconds by which snapshots delay the next step, in which they overlap: the rank's own on its way, or those
+        that it is sent, one after another through its port. A mean over all steps."""
+        rank, here = work.rank, self.devices[work.rank]
+        snapshots, seconds = self._snapshots[rank], 0.0
+        holders = snapshot_holders(self.hosts)
+        if snapshots.sent:
+            seconds = sending_seconds(snapshots.sent, self.cluster.link(here, self.devices[holders[rank]]))
+        if snapshots.received:
+            sources = [self.devices[source] for source, holder in enumerate(holders) if holder == rank]
+            link = worst(self.cluster.link(source, here) for source in sources)
+            seconds = max(seconds, sending_seconds(snapshots.received, link))
+        hidden = step.seconds if self._device(rank).has_spare_core else 0.0
+        return max(0.0, seconds - hidden) / self.facts.mirror_steps if seconds else 0.0
 
     def _update(self, work: RankWork) -> float:
         """Seconds of the optimizer, of the rank's own weights or of the part that each parameter server has."""

@@ -120,7 +120,7 @@ def predict_step(
 
     `replicas`: those that stand for all, whose ranks alone are then counted and have a speed.
     """
-    traffic = step_traffic(spec, plan, facts, replicas)
+    traffic = step_traffic(spec, plan, facts, replicas, execution)
     played = play_step(StepSetup(spec, plan, facts, links, execution), speeds, traffic, replicas)
     return prediction_of(played, facts, traffic)
 
@@ -236,7 +236,7 @@ class RankStep:
         self.waits = [waits * (a + b) / whole for a, b in zip(forward, backward, strict=True)]
         """Of each chunk, seconds that one microbatch's layers wait for messages."""
         self.early = [a / (a + b) for a, b in zip(forward, backward, strict=True)]
-        """The part of them that is the forward pass's: of a layer that learns two of its four all-reduces, or two of
+        """The part of them that is the forward pass's: of a layer that learns two of its four all-reduces, of five or
         six where it is recomputed, of another all."""
 
     @property
@@ -334,7 +334,7 @@ class RankStep:
 
     def _waits(self) -> float:
         """Seconds of a step that layers wait for messages."""
-        setup, again = self.setup, self._passes_over_tp - 1
+        setup, again = self.setup, 1 + self._recomputes_layers
         layers, learning = sum(map(len, self.work.runs)), sum(map(len, self.learning))
         experts, trained = (
             sum(setup.spec.layers[number].moe is not None for run in runs for number in run)
@@ -350,9 +350,19 @@ class RankStep:
         return sum(exposed) + max(0.0, cp - self._attention())
 
     @property
-    def _passes_over_tp(self) -> int:
-        """How often each layer all-reduces its rows over tp: forward, again where it is recomputed, and backward."""
-        return 3 if self.setup.plan.recompute == "layer" else 2
+    def _recomputes_layers(self) -> bool:
+        return self.setup.plan.recompute == "layer"
+
+    @property
+    def _passes_over_tp(self) -> float:
+        """How often each layer all-reduces its rows over tp: forward, backward, and again where it is recomputed, which
+        may lack the last of its two sums (with sequence parallelism a scatter, which is half of one)."""
+        plan = self.setup.plan
+        if not self._recomputes_layers:
+            return 2
+        if not self.setup.execution.stops_before_last_sum(self.setup.spec, plan):
+            return 3
+        return 2.75 if plan.sequence else 2.5
 
     @property
     def _attends_again(self) -> bool:
@@ -365,11 +375,12 @@ class RankStep:
         beside an MLP go in one message with the MLP's."""
         shape = self.setup.plan.grid
         if shape is not None:
-            return rounds_on_grid(self.setup.spec, shape, len(self.setup.spec.layers), self._passes_over_tp == 3)
+            return rounds_on_grid(self.setup.spec, shape, len(self.setup.spec.layers), self._recomputes_layers)
         phases = 2 if self.setup.plan.sequence or self.work.tp > 2 else 1
-        passes = sum(map(len, self.work.runs)) + (self._passes_over_tp - 1) * sum(map(len, self.learning))
-        rows = 2 * passes - sum(map(self._unasked, self.work.runs))
-        return round(rows * phases) + (2 * passes if self.setup.spec.qk_norm == "full" else 0)
+        layers, learning = sum(map(len, self.work.runs)), sum(map(len, self.learning))
+        rows = 2 * layers + 2 * (self._passes_over_tp - 1) * learning - sum(map(self._unasked, self.work.runs))
+        norms = 2 * (layers + (1 + self._recomputes_layers) * learning) if self.setup.spec.qk_norm == "full" else 0
+        return round(rows * phases) + norms
 
     def _unasked(self, run: range) -> float:
         """Sums over tp that the backward pass of a run's layers does without: of inputs that want no gradient, in the

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tllm.core.errors import UNREADABLE, UNREADABLE_TOML, ConfigError
+from tllm.core.errors import UNREADABLE, UNREADABLE_TOML, ConfigError, toml_fault
 from tllm.server.admission.account import ApiKey
 from tllm.server.admission.token_bucket import Most, RateLimits
 
@@ -75,7 +75,9 @@ def read_keys(path: Path, defaults: RateLimits, hears_priorities: bool) -> list[
         raise ConfigError(f"{path}: {error}", "the guide to serving shows such a file") from error
     except (*UNREADABLE, *UNREADABLE_TOML) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise ConfigError(f"{path} is not {kind}: {error}", "a name that ends with .json is read as JSON") from error
+        raise ConfigError(
+            f"{path} is not {kind}: {toml_fault(error)}", "a name that ends with .json is read as JSON"
+        ) from error
     keys = [_key(path, entry, defaults) for entry in entries]
     check_distinct(keys, f"{path}: ")
     if not hears_priorities and (given := [key.name for key in keys if key.priority is not None]):

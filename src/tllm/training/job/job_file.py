@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from tllm.core.errors import UNREADABLE_TOML, ConfigError, nearest
+from tllm.core.errors import UNREADABLE_TOML, ConfigError, nearest, toml_fault
 from tllm.training.job.job import Job
 from tllm.training.job.rollout_keys import FUNCTION, RolloutConfig, located_function
 
@@ -346,7 +346,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the job {file}: {error.strerror}", "give the path of a TOML file") from error
     except UNREADABLE_TOML as error:
         hint = "a key is there twice" if "overwrite" in str(error) else NOTATION
-        raise ConfigError(f"{file.name} is not TOML: {error}", hint) from error
+        raise ConfigError(f"{file.name} is not TOML: {toml_fault(error)}", hint) from error
 
 
 def _pair(text: str) -> tuple[str, Any]:

@@ -1,7 +1,8 @@
 """Placement of in-memory snapshots: each element on two ranks, so that the run may lose any one rank. No torch.
 
 What several ranks hold is copied by two of them, and nothing is sent. What one rank alone holds it copies, and sends
-the copy to its snapshot holder: a rank of another machine, or the next rank where all are on one machine.
+the copy to its snapshot holder (`spec.process_groups.snapshot_holders`). What ranks of one machine hold together, of
+several machines, one of them copies and sends.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from tllm.spec.plan import Wire
+from tllm.spec.process_groups import snapshot_holders
 from tllm.training.checkpoint.shard_assignment import HeldBox, Place, cells_of
 from tllm.weights.boxes import Box, widths
 
@@ -26,16 +28,10 @@ class PlacedBox(NamedTuple):
     sent: bool
 
 
-def snapshot_holder(rank: int, hosts: Sequence[str]) -> int:
-    """The rank that keeps what `rank` sends. `hosts` are the machines of all ranks; a machine's ranks take turns."""
-    after = [(rank + distance) % len(hosts) for distance in range(1, len(hosts) + 1)]
-    others = [other for other in after if hosts[other] != hosts[rank]]
-    return others[hosts[:rank].count(hosts[rank]) % len(others)] if others else after[0]
-
-
 def snapshot_wires(hosts: Sequence[str]) -> list[Wire]:
     """From each rank to its snapshot holder; none where a rank is alone."""
-    return [Wire(rank, snapshot_holder(rank, hosts), SNAPSHOTS) for rank in range(len(hosts)) if len(hosts) > 1]
+    holders = snapshot_holders(tuple(hosts)) if len(hosts) > 1 else ()
+    return [Wire(rank, holder, SNAPSHOTS) for rank, holder in enumerate(holders)]
 
 
 def restore_wires(ranks: int, nodes: int) -> list[Wire]:
@@ -46,7 +42,7 @@ def restore_wires(ranks: int, nodes: int) -> list[Wire]:
 def place_copies(held: Sequence[Sequence[HeldBox]], hosts: Sequence[str]) -> list[list[PlacedBox]]:
     """What each rank copies of the blocks that it holds, about as many bytes on each."""
     copies: list[list[PlacedBox]] = [[] for _ in held]
-    bytes_of = [0] * len(held)
+    bytes_of, holders = [0] * len(held), snapshot_holders(tuple(hosts))
     for box, places in cells_of(held):
         first, *others = sorted(places, key=lambda place: (bytes_of[place[0]], place))
         second = _second(first, others, hosts)
@@ -55,7 +51,7 @@ def place_copies(held: Sequence[Sequence[HeldBox]], hosts: Sequence[str]) -> lis
             copies[rank].append(PlacedBox(number, box, sent=not second and len(held) > 1))
             bytes_of[rank] += size
         if not second:
-            bytes_of[snapshot_holder(first[0], hosts)] += size
+            bytes_of[holders[first[0]]] += size
     return copies
 
 

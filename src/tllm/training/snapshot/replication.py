@@ -18,6 +18,7 @@ from tllm.comm.collectives.group import Group
 from tllm.comm.links.link import Link
 from tllm.core.errors import FrameError, decoded
 from tllm.spec.plan import Wire
+from tllm.spec.process_groups import snapshot_holders
 from tllm.training.checkpoint.manifest import LIMIT
 from tllm.training.checkpoint.shard_assignment import HeldBox
 from tllm.training.snapshot.memory_snapshot import (
@@ -28,7 +29,7 @@ from tllm.training.snapshot.memory_snapshot import (
     SnapshotPair,
     StepSnapshot,
 )
-from tllm.training.snapshot.placement import SNAPSHOTS, PlacedBox, place_copies, snapshot_holder
+from tllm.training.snapshot.placement import SNAPSHOTS, PlacedBox, place_copies
 from tllm.training.snapshot.restore import RankOffer, SnapshotRestore, has_copy
 from tllm.training.state.replica_local import read_replica_local
 from tllm.training.state.train_state import FlatMemory, TrainState, immediately
@@ -131,7 +132,7 @@ class SnapshotReplicator:
         if is_restored:
             assert found is not None, "a step was restored"
             label = found if is_the_same_for_all(offers) else label
-            holders = {mine: snapshot_holder(mine, self._hosts), **dict.fromkeys(sources, mine)}
+            holders = {mine: snapshot_holders(tuple(self._hosts))[mine], **dict.fromkeys(sources, mine)}
             lacking = {rank for rank in sent if not has_copy(offers[holders[rank]], label, sent[rank])}
             self._complete(label, data_position, lacking)
             self.flush()

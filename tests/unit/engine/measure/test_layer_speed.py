@@ -26,13 +26,14 @@ def test_all_that_a_token_takes_is_measured() -> None:
     found = serving_passes(
         spec_of(4), torch.float32, ServingSizes((1, 3), prompt=20, chunk=16), seconds=0.3, deliver=given.extend
     )
-    layers, logits, turns, follows, unplayed, cooled, rest, rested = found
+    layers, logits, turns, follows, unplayed, cooled, rest, rested, keys_read = found
     assert [(one.rows, one.ranks, one.keys) for one in layers] == [
         (rows, ranks, keys) for ranks in (1, 2) for rows, keys in ((1, 20), (3, 20), (16, 0))
     ]
     assert [one.rows for one in logits] == [one.rows for one in turns] == [one.rows for one in follows] == [1, 3]
     assert all(one.seconds > 0 for one in (*layers, *logits, *turns, *follows))
     assert 0 <= unplayed < 1 and 0 <= cooled < 1 and 0 <= rest < 1 and 0 < rested < 1
+    assert keys_read == 0, "plain weights are read as fast"
     assert given and all(len(one.token_ids) == 1 for one in given), "tokens are handed out"
 
 

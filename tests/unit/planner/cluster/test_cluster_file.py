@@ -23,14 +23,21 @@ FLOPS = 'flops = { float32 = "1 Gflop/s" }\n'
         (NODE + FLOPS + "count = 0", "node 'a' has count = 0"),
         (NODE + FLOPS + "count = 1000000000", "has 1,000,000,000 devices, and at most 1,048,576 are planned"),
         (NODE + FLOPS + "count = 2000\ndevices = 1000", "has 2,000,000 devices, and at most 1,048,576 are planned"),
-        (NODE + FLOPS + "count = " + "9" * 5000, "big.toml is not a cluster: "),
+        (NODE + FLOPS + "count = " + "9" * 5000, "big.toml is not a cluster: Exceeds the limit (4300 digits)"),
+        (NODE + FLOPS + f"count = {'9' * 4000}\ndevices = {'9' * 4000}", "has 10^40 or more devices"),
+        (NODE + FLOPS + "[[group]]\nlatency = 0\nbandwidth = 1\nsize = -1", "group 'group' has size = -1"),
         ("a = " + "[" * 5000, "big.toml is not a cluster: "),
     ],
 )
 def test_what_is_no_cluster_is_refused_in_words(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_cluster(text, Path("big.toml"))
-    assert says in caught.value.message
+    assert says in caught.value.message and "sys." not in caught.value.message
+
+
+def test_a_group_may_be_larger_than_all_clusters() -> None:
+    group = f"[[group]]\nlatency = 0\nbandwidth = 1\nsize = 1{'0' * 400}"
+    assert parse_cluster(NODE + FLOPS + group, Path("one.toml")).tiers[0].group_of == (0,)
 
 
 def test_count_and_devices_multiply() -> None:

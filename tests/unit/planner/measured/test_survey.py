@@ -12,9 +12,11 @@ import pytest
 from tests.unit.planner.search.test_serving_search import spec_of
 from tllm.core.errors import ConfigError
 from tllm.planner.cost.flops import BACKWARD, attention_flops, layer_flops, logits_flops
+from tllm.planner.cost.rank_bytes import kv_bytes
 from tllm.planner.cost.rank_work import SharedPrompts, TrainingFacts
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts
-from tllm.planner.cost.stage_team import StageTeam
+from tllm.planner.cost.stage_team import StageTeam, read_elements
+from tllm.planner.cost.weight_bits import mean_linear_bytes
 from tllm.planner.measured.outcome import Outcome, StepNumbers, TrainingOutcome, median, refitted, save_outcome
 from tllm.planner.measured.survey import (
     Goal,
@@ -30,6 +32,7 @@ from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.cut import cut_stage
 from tllm.spec.plan import Plan
+from tllm.spec.quantized.weight_bits import Coding, Quantization
 
 SPEC = spec_of(4)
 RATE, HEAD_RATE, START = 2e9, 1e9, 3e-4
@@ -107,6 +110,29 @@ def test_a_layer_takes_what_it_took_whole_and_cut() -> None:
     last = StageTeam(SPEC, cluster, (0,), cut_stage(SPEC, (1,)), facts)
     ends = last.ends_time(False, True, ExpectedBatch(1, 1, 9, 1))
     assert ends.seconds == pytest.approx(logits_flops(SPEC, cut_stage(SPEC, (1,))[0], 1) / HEAD_RATE)
+
+
+def test_weights_of_few_bits_and_keys_are_read_at_speeds_of_their_own() -> None:
+    """A machine whose layers take as long as their codes are read, for one row and for eight, and then for the keys.
+
+    As if the codes were plain numbers, two rows took 0.6 times that, and keys were read at seven times the speed of
+    codes.
+    """
+    spec = replace(SPEC, quantization=Quantization("int4", ((r".*_proj", Coding(4, 32)),)))
+    (whole,), layer, codes, keys_read = cut_stage(spec, (1,)), spec.layers[0], 2e9, 4e9
+    seconds = read_elements(spec, layer, whole, 1) * mean_linear_bytes(spec, 4) / codes
+    passes = tuple(SurveyedPass(rows, 1, 1, most * seconds) for rows, most in ((1, 1), (8, 1), (64, 8)))
+    node = msgspec.structs.replace(serving_node("a"), layers=passes, keys_read=keys_read)
+    cluster = cluster_of(survey_of("serve", node), spec)
+    team = StageTeam(spec, cluster, (0,), (whole,), ServingFacts("float32", KEYS, 40))
+    for rows in (1, 2, 4, 8):
+        assert team.layer_time(layer, ExpectedBatch(rows, rows, 1, rows)).seconds == pytest.approx(seconds, rel=0.01)
+    many = 10**6
+    behind = team.layer_time(layer, ExpectedBatch(1, 1, many, 1)).seconds
+    assert behind == pytest.approx(seconds + many * kv_bytes(spec, layer, whole, 4, "auto") / keys_read, rel=1e-3)
+    assert node.slower(2).keys_read == keys_read / 2
+    (device,) = cluster_of(survey_of("serve", serving_node("a")), SPEC).devices
+    assert device.cache_bandwidth == device.memory_bandwidth, "of plain weights"
 
 
 def test_a_step_takes_layers_logits_and_update() -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.unit.planner.measured.test_survey import SPEC, survey_of, training_node
 from tllm.planner.cost.rank_work import RankWork, TrainingFacts, rank_works
 from tllm.planner.measured.survey import cluster_of
-from tllm.planner.memory.snapshots import replicated_bytes, save_bytes, snapshot_bytes
-from tllm.planner.memory.training_memory import training_bytes
+from tllm.planner.memory.snapshots import rank_snapshots, save_bytes
+from tllm.planner.memory.training_memory import rank_totals, training_bytes
 from tllm.planner.simulate.placed_plan import PlacedPlan
 from tllm.spec.model_spec import ModelSpec, MoeSpec
 from tllm.spec.plan import Plan
+from tllm.spec.process_groups import snapshot_holders
 from tllm.training.checkpoint.shard_assignment import HeldBox, assign_shards
-from tllm.training.snapshot.placement import place_copies, snapshot_holder
+from tllm.training.snapshot.placement import place_copies
 
 FACTS = TrainingFacts(32, 8, 2, mirror_steps=1)
 KINDS = "", "exp_avg/", "exp_avg_sq/"
@@ -45,13 +48,25 @@ EXPERTS = replace(SPEC, layers=(replace(SPEC.layers[0], moe=MoeSpec(8, 2, 512)),
 OF_EXPERTS = "dp=2,ep=2", "dp=4,ep=2", "dp=4,ep=4", "dp=2,ep=2,zero=1", "dp=4,ep=2,zero=1", "dp=4,ep=2,zero=3"
 
 
+MACHINES: dict[str, Callable[[int, int], int]] = {
+    "each its own": lambda rank, ranks: rank,
+    "one": lambda rank, ranks: 0,
+    "halves": lambda rank, ranks: 2 * rank // ranks,
+    "in turn": lambda rank, ranks: rank % 2,
+    "all but the last": lambda rank, ranks: int(rank == ranks - 1),
+}
+"""Which machine a rank of so many is on."""
+
+
+@pytest.mark.parametrize("machines", MACHINES)
 @pytest.mark.parametrize(
     ("text", "spec"), [*((text, SPEC) for text in DENSE), *((text, EXPERTS) for text in OF_EXPERTS)]
 )
-def test_copies_are_what_is_dealt(text: str, spec: ModelSpec) -> None:
+def test_copies_are_what_is_dealt(text: str, spec: ModelSpec, machines: str) -> None:
     plan = Plan.parse(text, spec.num_layers)
     works = rank_works(spec, plan, FACTS)
-    held, hosts = [boxes(work, plan, spec) for work in works], [str(rank) for rank in range(len(works))]
+    held = [boxes(work, plan, spec) for work in works]
+    hosts = tuple(str(MACHINES[machines](rank, len(works))) for rank in range(len(works)))
     dealt = place_copies(held, hosts)
     sizes = [[4 * (one.box[0][1] - one.box[0][0]) for one in copied] for copied in dealt]
     sent = [
@@ -59,12 +74,16 @@ def test_copies_are_what_is_dealt(text: str, spec: ModelSpec) -> None:
         for some, copied in zip(sizes, dealt, strict=True)
     ]
     want = [2 * sum(some) for some in sizes]
-    for rank, count in enumerate(sent):
-        want[snapshot_holder(rank, hosts)] += 2 * count
-    assert sum(snapshot_bytes(spec, plan, FACTS, works)) == pytest.approx(sum(want), rel=1e-3)
-    assert [replicated_bytes(spec, plan, FACTS, work) for work in works] == pytest.approx(sent, rel=1e-3)
+    for rank, holder in enumerate(snapshot_holders(hosts)):
+        want[holder] += 2 * sent[rank]
+    found = rank_snapshots(spec, plan, FACTS, hosts)
+    kept = [one.kept for one in found]
+    assert sum(kept) == pytest.approx(sum(want), rel=1e-3)
+    assert sum(one.sent for one in found) == pytest.approx(sum(sent), rel=1e-3)
+    if plan.replicas == 1 or machines in ("each its own", "one", "halves"):
+        assert [one.sent for one in found] == pytest.approx(sent, rel=1e-3)
     if plan.replicas == 1 or (plan.zero and plan.ep == 1):
-        assert snapshot_bytes(spec, plan, FACTS, works) == pytest.approx(want, rel=0.35), "rank by rank, about"
+        assert kept == pytest.approx(want, rel=0.35), "rank by rank, about"
 
 
 @pytest.mark.parametrize("text", OF_EXPERTS)
@@ -116,10 +135,31 @@ def test_a_copy_is_in_the_account_of_memory_and_of_time() -> None:
     without = PlacedPlan(SPEC, plan, replace(FACTS, mirror_steps=0), cluster, (0, 1))
     with_copies = replace(without, facts=FACTS)
     more = [one.total - other.total for one, other in zip(with_copies.memory(), without.memory(), strict=True)]
-    assert more == snapshot_bytes(SPEC, plan, FACTS, rank_works(SPEC, plan, FACTS)) and min(more) > 0
+    assert more == [one.kept for one in rank_snapshots(SPEC, plan, FACTS)] and min(more) > 0
     assert all(one.copies == 0 for one in training_bytes(SPEC, plan, without.facts))
     slow = replace(cluster, pairs=tuple((ends, replace(link, bandwidth=1e5)) for ends, link in cluster.pairs))
     late = [replace(one, cluster=slow).predict().seconds for one in (without, with_copies)]
     seldom = replace(with_copies, cluster=slow, facts=replace(FACTS, mirror_steps=10)).predict().seconds
     assert late[1] > late[0] and late[0] < seldom < late[1]
     assert seldom - late[0] == pytest.approx((late[1] - late[0]) / 10)
+
+
+def test_the_only_rank_of_a_machine_keeps_the_snapshots_of_all_others() -> None:
+    """Memory and seconds count it, and no other replica stands for one that is elsewhere."""
+    alone = cluster_of(survey_of("train", *map(training_node, "abcd")), SPEC)
+    alone = replace(alone, pairs=tuple((ends, replace(link, bandwidth=1e4)) for ends, link in alone.pairs))
+    shared = replace(alone, hosts=("m", "m", "m", "n"))
+    plan = Plan.parse("dp=4,zero=3", SPEC.num_layers)
+    one, other = (PlacedPlan(SPEC, plan, FACTS, cluster, (0, 1, 2, 3)) for cluster in (alone, shared))
+    assert (one.stands_for, other.stands_for) == ([0, 0, 0, 0], [0, 1, 1, 3])
+    found = rank_snapshots(SPEC, plan, FACTS, ("m", "m", "m", "n"))
+    assert [snapshots.received // found[0].sent for snapshots in found] == [1, 0, 0, 3]
+    assert [rank.copies for rank in other.memory()] == [snapshots.kept for snapshots in found]
+    assert list(rank_totals(SPEC, plan, FACTS, other.hosts)) == [rank.total for rank in other.memory()]
+    assert other.predict().seconds == pytest.approx(3 * found[0].sent / 1e4, rel=1e-3), "a step hides no more of them"
+    assert one.predict().seconds < 0.9 * other.predict().seconds
+
+
+def test_surveys_tell_who_shares_a_machine() -> None:
+    nodes = [msgspec.structs.replace(training_node(name), host_name="mn"[name == "c"]) for name in "abc"]
+    assert cluster_of(survey_of("train", *nodes), SPEC).machines((2, 0, 1)) == ("n", "m", "m")

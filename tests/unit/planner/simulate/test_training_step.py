@@ -188,11 +188,26 @@ def test_sums_over_tp_are_waited_for() -> None:
     assert late.layers == pytest.approx(12 * 8 * 4 * 0.01), "two sums forward and two backward, in each layer"
 
 
+@pytest.mark.parametrize(("sequence", "more"), [("false", 1), ("true", 3)])
+def test_a_layer_that_is_computed_again_stops_before_its_last_sum_or_does_not(sequence: str, more: int) -> None:
+    """With sequence parallelism a gather or a scatter is half of a sum. Other trainers compute the whole layer."""
+    text, link = f"tp=2,recompute=layer,sequence={sequence}", LinkSpeed(latency=0.01)
+    sums = 4 if sequence == "false" else 8
+    assert predict(text, link).layers == pytest.approx(12 * 8 * (sums + more) * 0.01)
+    whole = predict(text, link, execution=Execution(early_stop=False))
+    assert whole.layers == pytest.approx(12 * 8 * 1.5 * sums * 0.01)
+    stopped = predict(text, link)
+    of_ends = 2 * 12 * 64 * 64 * 4  # the embedding's sum, and that of the last hidden states' gradients
+    sent = [step.bytes_sent[0].tp - of_ends for step in (stopped, whole)]
+    assert sent[0] / sent[1] == pytest.approx((sums + more) / (1.5 * sums), rel=0.01)
+
+
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("layer", 3)])
 def test_norms_over_all_heads_are_sums_of_their_own_and_experts_beside_an_mlp_are_not(
     recompute: str, passes: int
 ) -> None:
-    """Those of queries and keys in each pass. What experts make goes in one message with what the MLP makes."""
+    """Those of queries and keys in each pass. What experts make goes in one message with what the MLP makes. A layer
+    that is computed again lacks its last sum."""
     plan, link = Plan.parse(f"tp=2,recompute={recompute}", SPEC.num_layers), LinkSpeed(latency=0.01)
     beside = MoeSpec(6, 2, 32, beside_mlp=True, style="gemma4")
     for spec, more in (
@@ -200,7 +215,7 @@ def test_norms_over_all_heads_are_sums_of_their_own_and_experts_beside_an_mlp_ar
         (replace(SPEC, layers=(replace(SPEC.layers[0], moe=beside),) * 8), 0),
     ):
         got = predict_step(spec, plan, FACTS, SPEED, link)
-        assert got.layers == pytest.approx(12 * 8 * (2 * passes + more) * 0.01)
+        assert got.layers == pytest.approx(12 * 8 * (2 * passes - (passes == 3) + more) * 0.01)
 
 
 def test_layers_without_experts_send_no_tokens_to_them() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from tests.unit.training.saves import Cut, Truth, held, world
 from tllm.spec.plan import Wire
+from tllm.spec.process_groups import snapshot_holders
 from tllm.training.checkpoint.shard_assignment import HeldBox, shapes_of
 from tllm.training.checkpoint.shard_writer import held_boxes
-from tllm.training.snapshot.placement import SNAPSHOTS, place_copies, snapshot_holder, snapshot_wires
+from tllm.training.snapshot.placement import SNAPSHOTS, place_copies, snapshot_wires
 from tllm.training.state.tensor_blocks import TensorBlock
 from tllm.weights.boxes import regions
 
@@ -32,7 +33,7 @@ def kept(boxes: Sequence[Sequence[HeldBox]], hosts: Sequence[str]) -> list[list[
             one = boxes[rank][share.block]._replace(box=share.box)
             memory[rank].append((one, rank))
             if share.sent:
-                memory[snapshot_holder(rank, hosts)].append((one, rank))
+                memory[snapshot_holders(tuple(hosts))[rank]].append((one, rank))
     return memory
 
 
@@ -81,7 +82,7 @@ def count(one: HeldBox) -> int:
     [("aaa", (1, 2, 0)), ("ab", (1, 0)), ("aabb", (2, 3, 0, 1)), ("aaab", (3, 3, 3, 0)), ("abc", (1, 2, 0))],
 )
 def test_mirrors_are_elsewhere_and_take_turns(hosts: str, mirrors: tuple[int, ...]) -> None:
-    assert tuple(snapshot_holder(rank, hosts) for rank in range(len(hosts))) == mirrors
+    assert snapshot_holders(tuple(hosts)) == mirrors
     assert snapshot_wires(hosts) == [Wire(rank, other, SNAPSHOTS) for rank, other in enumerate(mirrors)]
 
 
