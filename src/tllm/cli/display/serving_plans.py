@@ -12,7 +12,7 @@ import msgspec
 from tllm.cli.arguments.survey_settings import serving_facts, within
 from tllm.cli.display.tables import indented_json, table
 from tllm.cli.display.tensor_modes import serving_modes
-from tllm.cli.display.timeline import as_svg, as_text
+from tllm.cli.display.timeline import as_text, save_svg
 from tllm.core.errors import PlanError, counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
@@ -59,7 +59,7 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
         if args.explain:
             print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
     if args.svg is not None:
-        args.svg.write_text(as_svg(lines, f"{best.plan}: {'two turns of the ring' if facts.reply > 1 else 'prompts'}"))
+        save_svg(args.svg, lines, f"{best.plan}: {'two turns of the ring' if facts.reply > 1 else 'prompts'}")
 
 
 def given_plan(text: str, spec: ModelSpec, cluster: Cluster) -> Plan:

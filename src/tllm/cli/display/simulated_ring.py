@@ -10,7 +10,7 @@ from typing import Any
 from tllm.cli.arguments.survey_settings import serving_facts
 from tllm.cli.display.serving_plans import drafting, given_plan, given_serving, pace, whose
 from tllm.cli.display.tables import brief, indented_json, table
-from tllm.cli.display.timeline import as_svg, as_text
+from tllm.cli.display.timeline import as_text, save_svg
 from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
@@ -45,7 +45,7 @@ def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     else:
         print("\n".join([*_as_text(choice, ring, names), "", as_text(lines)]))
     if args.svg is not None:
-        args.svg.write_text(as_svg(lines, f"{brief(choice.plan)}: {counted(min(turns, SHOWN), 'turn')} of the ring"))
+        save_svg(args.svg, lines, f"{brief(choice.plan)}: {counted(min(turns, SHOWN), 'turn')} of the ring")
 
 
 def _lines(ring: RingTimeline, names: list[str]) -> list[StageTimeline]:

@@ -7,7 +7,7 @@ import sys
 
 from tllm.api.engine_options import draft_options, read_spec
 from tllm.cli.arguments.options import add_acceptance, add_cluster_address, add_device, add_speculation
-from tllm.cli.arguments.parser import user_path, whole
+from tllm.cli.arguments.parser import new_file, user_path, whole
 from tllm.cli.arguments.running_cluster import add_running_cluster
 from tllm.cli.display.serving_plans import show_serving
 from tllm.cli.display.training_plans import show_training
@@ -38,7 +38,7 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top", type=whole, default=5, metavar="N", help="plans to show (%(default)s)")
     group.add_argument("--explain", action="store_true", help="show where the time of the best plan goes")
-    group.add_argument("--svg", type=user_path, metavar="FILE", help="draw the best plan's timeline here")
+    group.add_argument("--svg", type=new_file, metavar="FILE", help="draw the best plan's timeline here")
     _add_requests(group, "serve: ")
     add_speculation(group)
     group.add_argument("--batch", type=whole, default=64, metavar="N", help="train: rows of a step (%(default)s)")
