@@ -16,13 +16,16 @@ from tllm.core.errors import ConfigError, counted
 from tllm.planner.cluster.cluster_file import read_cluster
 from tllm.planner.measured.survey import Survey, cluster_of
 
+BATCH, SEQ = 64, 512
+"""Rows of a step, and tokens of a row, that a plan to train is chosen for where nobody says."""
+
 
 def add_goal(parser: argparse.ArgumentParser) -> None:
     """What to choose a plan for."""
     group = parser.add_argument_group("choosing a plan")
     group.add_argument("--goal", choices=("serve", "train"), help="what the plan is for")
-    group.add_argument("--cluster", type=user_path, metavar="FILE", help="TOML file with the machines and their links")
     live = group.add_mutually_exclusive_group()
+    live.add_argument("--cluster", type=user_path, metavar="FILE", help="TOML file with the machines and their links")
     live.add_argument("--nodes", type=whole, metavar="N", help="instead: measure N machines, this one included")
     live.add_argument("--live", action="store_true", help="instead: those of a running server (--host, --port)")
     live.add_argument("--local", type=whole, metavar="N", help="instead: measure N worker processes here")
@@ -41,8 +44,8 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--svg", type=new_file, metavar="FILE", help="draw the best plan's timeline here")
     _add_requests(group, "serve: ")
     add_speculation(group)
-    group.add_argument("--batch", type=whole, default=64, metavar="N", help="train: rows of a step (%(default)s)")
-    group.add_argument("--seq", type=whole, default=512, metavar="N", help="train: tokens of a row (%(default)s)")
+    group.add_argument("--batch", type=whole, default=BATCH, metavar="N", help="train: rows of a step (%(default)s)")
+    group.add_argument("--seq", type=whole, default=SEQ, metavar="N", help="train: tokens of a row (%(default)s)")
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
