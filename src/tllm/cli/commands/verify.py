@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to compute (some tokens of the whole vocabulary)")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="IDS", help="token ids to compute: 1,2,3")
-    parser.add_argument("--threads", type=whole, default=0, metavar="N", help="of each process (cores / processes)")
+    parser.add_argument("--threads", type=whole, metavar="N", help="of each process (cores / processes)")
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
