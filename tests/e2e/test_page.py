@@ -101,6 +101,15 @@ def sees_what_was_predicted(page: Page) -> None:
     beside.update(requests=1, prompt=1)
     expect(page.locator("#predicted")).to_contain_text("like the one that has ended: 2 at once, each of 1 token and")
     expect(page.locator(".chart").first).to_contain_text("predicted 80")
+    numbers["per_token"] = None
+    beside["measured"] = {**numbers, "first_token": 0.75}
+    expect(page.locator("#predicted")).to_contain_text("time to an answer500 ms750 ms+50 %answers per second80")
+    expect(page.locator("#predicted")).to_contain_text("each of 1 token.")
+    expect(page.locator("#predicted")).not_to_contain_text("tokens")
+    expect(page.locator(".chart").nth(0)).to_contain_text("Answers per second")
+    expect(page.locator(".chart").nth(0)).to_contain_text("predicted 80")
+    expect(page.locator(".chart").nth(1)).to_contain_text("Time to an answer")
+    expect(page.locator(".chart").nth(1)).to_contain_text("predicted 500 ms")
     page.unroute_all()
 
 

@@ -14,6 +14,7 @@ from tllm import __version__
 from tllm.cli.arguments.elsewhere import COMMANDS_ELSEWHERE
 from tllm.cli.arguments.parser import Parser
 from tllm.cli.hangup import end_on_hangup
+from tllm.cli.standard_streams import ready_streams
 from tllm.core.errors import INTERRUPTED, ConfigError, RequestError, TllmError, nearest
 from tllm.core.program import reexecute_to_compute
 from tllm.core.stacks import show_stacks_on_signal
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         if COMPUTE & set(_without_leading_debug(words)[:1]):
             reexecute_to_compute()
+        ready_streams()
         end_on_hangup()
         suspend_in_order()
     debug = "--debug" in words

@@ -15,7 +15,8 @@ from tllm.spec.request import Output, Request
 
 @dataclass
 class RequestTimes:
-    """One request that got tokens: when it came, and when its first and last token did, in `time.monotonic` seconds.
+    """One request that was answered: when it came, and when its first and last token did, in `time.monotonic` seconds;
+    or when its prompt was pooled, without tokens.
 
     `prompt` and `tokens` are numbers of tokens, in and out; `cached` of the prompt were found and not computed.
     """
@@ -33,11 +34,13 @@ KEPT = 1000
 
 
 class TimedEngine:
-    """Passes everything to the engine `client`; `times` are those of the requests that have ended."""
+    """Passes everything to the engine `client`; `times` are those of the replies that have ended, `pooled` those of
+    the prompts that were pooled."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self.times: deque[RequestTimes] = deque(maxlen=KEPT)
+        self.pooled: deque[RequestTimes] = deque(maxlen=KEPT)
 
     @property
     def model_name(self) -> str:
@@ -53,15 +56,15 @@ class TimedEngine:
         try:
             async with aclosing(self._client.submit(request)) as outputs:
                 async for output in outputs:
-                    if output.token_ids:
+                    if output.token_ids or output.pooled:
                         times.last = time.monotonic()
                         times.first = times.first or times.last
                         times.tokens += len(output.token_ids)
                         times.cached += output.cached_tokens
                     yield output
         finally:
-            if times.tokens:
-                self.times.append(times)
+            if times.last:
+                (self.times if times.tokens else self.pooled).append(times)
 
     def stats(self) -> Mapping[str, float]:
         return self._client.stats()

@@ -115,6 +115,17 @@ def count(text: str) -> int:
     return _number(text, 0, MOST, "a whole number of 0 or more")
 
 
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a number above 0")
+    return value
+
+
 def port(text: str) -> int:
     """A port to listen on; 0 takes any free one."""
     return _number(text, 0, 65535, "a port from 0 to 65535")
@@ -146,6 +157,16 @@ def user_path(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:  # there is no such user
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is no path here: {str(error).rstrip('.')}") from error
+
+
+def new_file(text: str) -> Path:
+    """A file that may be written once the work for it is done: its folder is there, and it is none."""
+    path = user_path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is a folder, and a file is to be written")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is in a folder that is not there")
+    return path
 
 
 def user_path_text(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tllm.cli.arguments.node_sources import TOKEN_VARIABLE, given_token
-from tllm.cli.arguments.parser import address, size, whole
+from tllm.cli.arguments.parser import address, positive, size, whole
 from tllm.cli.display.tables import indented_json, table
 from tllm.core.errors import ConfigError, nearest
 from tllm.core.memory import amount
@@ -40,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default="", metavar="WAY,…", help="only these (all)")
     parser.add_argument("--sizes", type=_sizes, default=(), metavar="SIZE,…", help="of messages: 64,8K,1M")
     parser.add_argument("--turns", type=whole, default=3, metavar="N", help="of each way at each size (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.3, metavar="S", help="of one turn (%(default)s)")
+    parser.add_argument("--seconds", type=positive, default=0.3, metavar="S", help="of one turn (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     two = parser.add_argument_group("links between two machines")
-    two.add_argument("--listen", type=address, metavar="HOST:PORT", help="wait here for the other side")
-    two.add_argument("--connect", type=address, metavar="HOST:PORT", help="where the other side waits")
+    side = two.add_mutually_exclusive_group()
+    side.add_argument("--listen", type=address, metavar="HOST:PORT", help="wait here for the other side")
+    side.add_argument("--connect", type=address, metavar="HOST:PORT", help="where the other side waits")
     two.add_argument("--token", metavar="TOKEN", help=f"that it showed (or the variable {TOKEN_VARIABLE})")
     two.add_argument("--trusted-network", action="store_true", help="measure what is not encrypted too")
     several = parser.add_argument_group("collectives")

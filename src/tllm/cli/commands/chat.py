@@ -131,6 +131,8 @@ def _ask_user() -> str | None:
         text = input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"what is typed or piped in is no text: {error}", "give a text in UTF-8") from error
     except KeyboardInterrupt:
         print()
         raise

@@ -20,7 +20,7 @@ from tllm.cli.display.tables import indented_json, span, table
 from tllm.cli.display.tensor_modes import show_serving_modes
 from tllm.cli.planning.best_plans import add_goal, choose
 from tllm.cli.planning.job_plan import is_job, plan_job
-from tllm.core.errors import counted
+from tllm.core.errors import ConfigError, counted
 from tllm.core.gguf_files import open_gguf
 from tllm.core.memory import amount
 from tllm.planner.cost.cache_room import RUNTIME_BYTES, batch_tokens, cache_pages, working_bytes
@@ -28,6 +28,9 @@ from tllm.planner.cost.draft_bytes import DraftBytes, draft_bytes
 from tllm.planner.cost.rank_bytes import ITEM_BYTES, RankBytes, rank_bytes
 from tllm.planner.cost.weight_bits import mean_linear_bytes
 from tllm.spec.quantized.cache_form import SCALE_BYTES
+
+OF_CHOICE = ("goal", "cluster", "nodes", "local", "live", "keep", "explain", "svg")
+"""Options that make no sense but where a plan is chosen, or predicted, for machines."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if is_job(args.model):
         return plan_job(args)
+    if args.set:
+        raise ConfigError(
+            f"--set {args.set[0]} changes a key of a job, and {args.model} is none", "give JOB.toml for it"
+        )
     resolve_model(args, "config")
-    if args.goal or args.cluster or args.nodes or args.local or args.live:
+    if any(getattr(args, name) for name in OF_CHOICE):
         return choose(args)
     options = engine_options(args)
     ranks = rank_bytes(options.spec, options.plan, options.dtype, options.kv_cache_dtype)

@@ -19,7 +19,7 @@ import msgspec
 
 from tllm import __version__
 from tllm.cli.arguments.options import add_device
-from tllm.cli.arguments.parser import user_path, whole
+from tllm.cli.arguments.parser import new_file, whole
 from tllm.cli.display.logs import start_log
 from tllm.cli.display.tables import table
 from tllm.core.errors import counted
@@ -40,7 +40,7 @@ WAY_SECONDS = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=user_path, metavar="FILE", help="write the profile here, as JSON")
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="write the profile here, as JSON")
     parser.add_argument("--seconds", type=whole, default=60, metavar="S", help="at most about so long (%(default)s)")
     parser.add_argument("--threads", type=whole, metavar="N", help="to compute with (all cores)")
     add_device(parser)

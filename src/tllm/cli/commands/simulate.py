@@ -17,7 +17,7 @@ from tllm.cli.arguments.options import (
     add_speculation,
     add_weight_form,
 )
-from tllm.cli.arguments.parser import user_path, whole
+from tllm.cli.arguments.parser import new_file, positive, user_path, whole
 from tllm.cli.display.simulated_ring import show_ring
 from tllm.cli.display.simulated_step import show_step
 from tllm.planner.cluster.cluster_file import read_cluster
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--goal", choices=("train", "serve"), default="train", help="what is played (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--svg", type=user_path, metavar="FILE", help="draw the timeline here")
+    parser.add_argument("--svg", type=new_file, metavar="FILE", help="draw the timeline here")
     train = parser.add_argument_group("training")
     train.add_argument("--batch", type=whole, default=512, metavar="N", help="rows of a step (%(default)s)")
     train.add_argument("--seq", type=whole, default=4096, metavar="N", help="tokens of a row (%(default)s)")
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_kv_cache_dtype(serve)
     add_speculation(serve)
     add_acceptance(serve)
-    serve.add_argument("--weight-bits", type=float, metavar="N", help="bits of a weight, such as 4.5 (as --dtype)")
-    serve.add_argument("--message-bits", type=float, metavar="N", help="bits of a number on its way (as --dtype)")
+    serve.add_argument("--weight-bits", type=positive, metavar="N", help="bits of a weight, such as 4.5 (as --dtype)")
+    serve.add_argument("--message-bits", type=positive, metavar="N", help="bits of a number on its way (as --dtype)")
 
 
 def run(args: argparse.Namespace) -> int:

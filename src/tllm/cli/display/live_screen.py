@@ -124,19 +124,26 @@ def _heading(status: Mapping[str, Any], history: LiveHistory) -> str:
 
 
 def _curves(status: Mapping[str, Any], history: LiveHistory) -> list[str]:
-    """Tokens per second and milliseconds between tokens over the samples, with what was predicted."""
+    """Tokens per second and milliseconds between tokens over the samples, with what was predicted; answers and
+    milliseconds to each, where prompts are pooled and nothing is generated."""
     if len(history.samples) < 2:
         return []
     planned = status.get("predicted") or {}
     predicted = planned.get("beside", {}).get("predicted", planned)
-    rates = [sample["generation_tokens"] / sample["seconds"] for sample in history.samples]
+    counts = [sample["generation_tokens"] for sample in history.samples]
     between = [sample["inter_token_latency"] for sample in history.samples]
+    titles, key = ["tokens per second", "milliseconds between tokens"], "per_token"
+    is_pooled = predicted and predicted["per_token"] is None
+    pooled = [sample["time_to_answer"] for sample in history.samples]
+    if (is_pooled or any(pooled)) and not any(counts):
+        counts, between = [latency["count"] if latency else 0 for latency in pooled], pooled
+        titles, key = ["answers per second", "milliseconds to an answer"], "first_token"
+    rates = [count / sample["seconds"] for count, sample in zip(counts, history.samples, strict=True)]
     waits = [1000 * latency["median"] if latency else float("nan") for latency in between]
-    lately = sum(sample["generation_tokens"] for sample in history.lately) / history.lately_seconds
-    titles = [f"tokens per second: {lately:.1f}", "milliseconds between tokens"]
-    if predicted:
+    titles[0] += f": {sum(counts[-LATELY:]) / history.lately_seconds:.1f}"
+    if predicted and is_pooled == (key == "first_token"):
         titles[0] += f" (predicted {predicted['tokens_per_second']:.1f})"
-        titles[1] += f" (predicted {1000 * predicted['per_token']:.1f})"
+        titles[1] += f" (predicted {1000 * predicted[key]:.1f})"
     drawn = [(titles[0], rates)] + ([(titles[1], waits)] if any(between) else [])
     width = min(CURVE_WIDTH, len(history.samples) // 2)
     return ["\n".join([title, *curve(values, width, CURVE_HEIGHT)]) for title, values in drawn]

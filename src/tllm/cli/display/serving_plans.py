@@ -12,7 +12,7 @@ import msgspec
 from tllm.cli.arguments.survey_settings import serving_facts, within
 from tllm.cli.display.tables import indented_json, table
 from tllm.cli.display.tensor_modes import serving_modes
-from tllm.cli.display.timeline import as_svg, as_text
+from tllm.cli.display.timeline import as_text, save_svg
 from tllm.core.errors import PlanError, counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
@@ -21,13 +21,13 @@ from tllm.planner.cost.serving_load import ServingFacts, ServingLoad
 from tllm.planner.search.serving_search import ServingChoice, ServingSearchResult, best_serving
 from tllm.planner.simulate.explain import (
     StageBreakdown,
-    decode_breakdowns,
     prefill_breakdowns,
     ring_timelines,
     serving_bottleneck,
     stage_names,
+    turn_breakdowns,
 )
-from tllm.planner.simulate.serving import all_reduce_bytes, hop_bytes, predict_serving
+from tllm.planner.simulate.serving import ServingPrediction, all_reduce_bytes, hop_bytes, predict_serving
 from tllm.spec.model_spec import ModelSpec
 from tllm.spec.plan import Plan
 
@@ -59,7 +59,7 @@ def show_serving(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) ->
         if args.explain:
             print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
     if args.svg is not None:
-        args.svg.write_text(as_svg(lines, f"{best.plan}: two turns of the ring"))
+        save_svg(args.svg, lines, f"{best.plan}: {'two turns of the ring' if facts.reply > 1 else 'prompts'}")
 
 
 def given_plan(text: str, spec: ModelSpec, cluster: Cluster) -> Plan:
@@ -81,7 +81,10 @@ def given_serving(plan: Plan, spec: ModelSpec, cluster: Cluster, facts: ServingF
 
 
 def _as_text(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top: int, is_given: bool) -> list[str]:
-    rows = [["", "plan", "nodes", "ms/token", "first token", "tokens/s", "most memory"]]
+    best = result.choices[0]
+    facts, names = best.predicted.load.facts, stage_names(best.plan, cluster, best.devices)
+    of_reply = ["ms/token", "first token"] if facts.reply > 1 else ["answer"]
+    rows = [["", "plan", "nodes", *of_reply, rate_unit(facts), "most memory"]]
     for number, choice in enumerate(result.choices[:top], 1):
         predicted = choice.predicted
         rows.append(
@@ -89,14 +92,12 @@ def _as_text(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top
                 str(number),
                 str(choice.plan),
                 " ".join(stage_names(choice.plan, cluster, choice.devices)),
-                f"{1e3 * predicted.per_token:.4g}" if predicted.load.facts.reply > 1 else "",
+                *([f"{1e3 * predicted.per_token:.4g}"] if facts.reply > 1 else []),
                 f"{predicted.first_token:.3g} s",
                 f"{predicted.tokens_per_second:.4g}",
                 amount(max(rank.total for rank in predicted.memory)),
             ]
         )
-    best = result.choices[0]
-    facts, names = best.predicted.load.facts, stage_names(best.plan, cluster, best.devices)
     asked = f"{facts.concurrency} requests at once" if facts.concurrency > 1 else "one request at a time"
     head = f"{counted(facts.prompt, 'token')} in, {facts.reply} out, {asked}, {facts.dtype}"
     how = "as given" if is_given else certainty(result.exact, result.steps)
@@ -113,6 +114,19 @@ def _as_text(spec: ModelSpec, cluster: Cluster, result: ServingSearchResult, top
         *_sent(spec, best),
         *_otherwise_cut(spec, cluster, best),
     ]
+
+
+def rate_unit(facts: ServingFacts) -> str:
+    """Of what is counted by the second: tokens, or answers where each is one token or none (embeddings, scores)."""
+    return "tokens/s" if facts.reply > 1 else "answers/s"
+
+
+def pace(predicted: ServingPrediction) -> str:
+    """What requests see, in words."""
+    facts, rate = predicted.load.facts, f"{predicted.tokens_per_second:.4g}"
+    if facts.reply == 1:
+        return f"an answer after {predicted.first_token:.3g} s, {rate} a second"
+    return f"{1e3 * predicted.per_token:.4g} ms a token, the first after {predicted.first_token:.3g} s, {rate} tokens/s"
 
 
 def drafting(load: ServingLoad) -> list[str]:
@@ -134,7 +148,9 @@ def drafting(load: ServingLoad) -> list[str]:
 
 
 def whose(load: ServingLoad) -> str:
-    """Whose time a decode step is: a token's, or that of the several tokens that it gives."""
+    """Whose time a turn is: a token's, that of the several tokens that it gives, or that of all prompts."""
+    if load.facts.reply == 1:
+        return "all prompts'"
     return f"a turn's ({load.tokens_per_step:.3g} tokens)" if load.draft_tokens else "a token's"
 
 
@@ -148,18 +164,19 @@ def certainty(exact: bool, steps: int) -> str:
 def advice(cluster: Cluster, result: ServingSearchResult, chosen: ServingChoice | None = None) -> list[str]:
     """How the plan that was `chosen` (the best one if None) compares with one device alone, and what it leaves out."""
     best, lines = chosen or result.choices[0], list[str]()
+    unit = rate_unit(best.predicted.load.facts)
     single = next((choice for choice in result.choices if len(choice.devices) == 1), None)
     if len(best.devices) == 1 and len(cluster) > 1:
         lines.append(f"{cluster.name(best.devices[0])} alone is faster than any two together")
     elif single is not None and single is not best:
         gain = best.predicted.tokens_per_second / single.predicted.tokens_per_second
-        lines.append(f"{gain:.3g} times the tokens/s of {cluster.name(single.devices[0])} alone")
+        lines.append(f"{gain:.3g} times the {unit} of {cluster.name(single.devices[0])} alone")
     elif single is None:
         lines.append("no machine can hold the model alone")
     unused = [cluster.name(device) for device in range(len(cluster)) if device not in best.devices]
     if unused:
         everyone = next((choice for choice in result.choices if len(choice.devices) == len(cluster)), None)
-        rate = f"{everyone.predicted.tokens_per_second:.4g} tokens/s" if everyone is not None else "no plan that fits"
+        rate = f"{everyone.predicted.tokens_per_second:.4g} {unit}" if everyone is not None else "no plan that fits"
         lines.append(
             f"left out: {', '.join(unused)}; all {len(cluster)} together would give {rate}, "
             f"this plan gives {best.predicted.tokens_per_second:.4g}"
@@ -196,21 +213,18 @@ def _otherwise_cut(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> 
         if mode != plan.tensor:
             other = predict_serving(spec, msgspec.structs.replace(plan, tensor=mode), cluster, choice.devices, facts)
             ratio = other.tokens_per_second / choice.predicted.tokens_per_second
-            lines.append(f"with tensor={mode} in place of {plan.tensor}: {ratio:.3g} times the tokens/s")
+            lines.append(f"with tensor={mode} in place of {plan.tensor}: {ratio:.3g} times the {rate_unit(facts)}")
     return lines
 
 
 def _explained(choice: ServingChoice, names: Sequence[str]) -> list[str]:
     predicted = choice.predicted
-    return [
-        "",
-        f"where {whose(predicted.load)} time goes, ms:",
-        table(_breakdown_rows(decode_breakdowns(predicted, names))),
-        "",
-        "where the time of all prompts goes, ms:",
-        table(_breakdown_rows(prefill_breakdowns(predicted, names))),
-        "",
-    ]
+    lines = ["", f"where {whose(predicted.load)} time goes, ms:"]
+    lines += [table(_breakdown_rows(turn_breakdowns(predicted, names))), ""]
+    if predicted.load.facts.reply > 1:
+        lines += ["where the time of all prompts goes, ms:"]
+        lines += [table(_breakdown_rows(prefill_breakdowns(predicted, names))), ""]
+    return lines
 
 
 def _breakdown_rows(breakdowns: Sequence[StageBreakdown]) -> list[list[str]]:
@@ -241,7 +255,7 @@ def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> di
         "nodes": [cluster.name(device) for device in choice.devices],
         "seconds": predicted.seconds,
         "first_token": predicted.first_token,
-        "per_token": predicted.per_token,
+        "per_token": predicted.per_token if predicted.load.facts.reply > 1 else None,
         "tokens_per_second": predicted.tokens_per_second,
         "drafted": predicted.load.draft_tokens,
         "tokens_per_turn": predicted.load.tokens_per_step,
@@ -257,6 +271,6 @@ def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> di
         "memory": [{kind: getattr(rank, kind) for kind in (*KINDS, "total")} for rank in predicted.memory],
         "stages": [
             {"nodes": stage.name, **stage.parts._asdict(), "waiting": stage.waiting}
-            for stage in decode_breakdowns(predicted, names)
+            for stage in turn_breakdowns(predicted, names)
         ],
     }

@@ -8,15 +8,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tllm.cli.arguments.survey_settings import serving_facts
-from tllm.cli.display.serving_plans import drafting, given_plan, given_serving, whose
+from tllm.cli.display.serving_plans import drafting, given_plan, given_serving, pace, whose
 from tllm.cli.display.tables import brief, indented_json, table
-from tllm.cli.display.timeline import as_svg, as_text
+from tllm.cli.display.timeline import as_text, save_svg
 from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
 from tllm.planner.cost.message_time import TimeBreakdown
 from tllm.planner.search.serving_search import ServingChoice, best_serving
-from tllm.planner.simulate.explain import StageTimeline, TimelineBar, decode_breakdowns, serving_bottleneck, stage_names
+from tllm.planner.simulate.explain import StageTimeline, TimelineBar, serving_bottleneck, stage_names, turn_breakdowns
 from tllm.planner.simulate.ring import RingStage, RingTimeline, play_ring
 from tllm.spec.model_spec import ModelSpec
 
@@ -35,19 +35,17 @@ def show_ring(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     )
     choice = result.choices[0]
     names = stage_names(choice.plan, cluster, choice.devices)
-    load = choice.predicted.load
-    stages = [
-        RingStage(stage.decode.seconds, stage.decode_hop.sending, stage.decode_hop.latency)
-        for stage in choice.predicted.stages
-    ]
-    ring = play_ring(stages, load.batches, math.ceil(facts.reply / load.tokens_per_step))
-    lines = _lines(play_ring(stages, load.batches, SHOWN), names)
+    turn = choice.predicted.turn
+    stages = [RingStage(batch.seconds, hop.sending, hop.latency) for batch, hop in turn.stages]
+    turns = math.ceil(facts.reply / choice.predicted.load.tokens_per_step)
+    ring = play_ring(stages, turn.batches, turns)
+    lines = _lines(play_ring(stages, min(turn.batches, SHOWN * len(stages)), min(turns, SHOWN)), names)
     if args.json:
         print(indented_json(_as_json(choice, ring)))
     else:
         print("\n".join([*_as_text(choice, ring, names), "", as_text(lines)]))
     if args.svg is not None:
-        args.svg.write_text(as_svg(lines, f"{brief(choice.plan)}: {SHOWN} turns of the ring"))
+        save_svg(args.svg, lines, f"{brief(choice.plan)}: {counted(min(turns, SHOWN), 'turn')} of the ring")
 
 
 def _lines(ring: RingTimeline, names: list[str]) -> list[StageTimeline]:
@@ -67,7 +65,7 @@ def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> lis
     predicted, facts = choice.predicted, choice.predicted.load.facts
     asked = f"{counted(facts.prompt, 'token')} in, {facts.reply} out, {facts.concurrency} at once, {facts.dtype}"
     rows = [["stage", "nodes", *(field for field in TimeBreakdown._fields), "waiting", "sum"]]
-    for number, account in enumerate(decode_breakdowns(predicted, names)):
+    for number, account in enumerate(turn_breakdowns(predicted, names)):
         shown = [*account.parts, account.waiting]
         rows.append(
             [str(number), account.name, *(f"{1e3 * seconds:.3f}" for seconds in shown), f"{1e3 * sum(shown):.3f}"]
@@ -75,9 +73,8 @@ def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> lis
     return [
         f"plan {brief(choice.plan)}; {asked}",
         "",
-        f"{1e3 * predicted.per_token:.4g} ms a token, first after {predicted.first_token:.3g} s, "
-        f"{predicted.tokens_per_second:.4g} tokens/s in all",
-        f"the ring as played: {predicted.load.batches} batches in flight, {ring.total:.4g} s for "
+        pace(predicted),
+        f"the ring as played: {counted(predicted.turn.batches, 'batch', 'batches')} in flight, {ring.total:.4g} s for "
         f"{counted(facts.reply, 'token')} each, bubble {100 * ring.bubble:.1f} %",
         *drafting(predicted.load),
         f"the time goes to {serving_bottleneck(predicted, names)}",
@@ -93,10 +90,10 @@ def _as_json(choice: ServingChoice, ring: RingTimeline) -> dict[str, Any]:
     return {
         "goal": "serve",
         "plan": str(choice.plan),
-        "milliseconds_per_token": 1e3 * predicted.per_token,
+        "milliseconds_per_token": 1e3 * predicted.per_token if predicted.load.facts.reply > 1 else None,
         "first_token": predicted.first_token,
         "tokens_per_second": predicted.tokens_per_second,
-        "batches_in_flight": predicted.load.batches,
+        "batches_in_flight": predicted.turn.batches,
         "drafted": predicted.load.draft_tokens,
         "tokens_per_turn": predicted.load.tokens_per_step,
         "ring": {"seconds": ring.total, "busy": ring.busy, "sending": ring.sending, "bubble": ring.bubble},

@@ -8,7 +8,7 @@ from typing import Any
 
 from tllm.cli.display.serving_plans import given_plan
 from tllm.cli.display.tables import brief, indented_json, span, table
-from tllm.cli.display.timeline import as_svg, as_text
+from tllm.cli.display.timeline import as_text, save_svg
 from tllm.core.errors import ConfigError, counted
 from tllm.core.memory import amount
 from tllm.planner.cluster.device import Cluster
@@ -55,7 +55,7 @@ def show_step(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> No
     else:
         print("\n".join([*_as_text(played, ranks), *_failure_lines(played, failures), "", as_text(lines)]))
     if args.svg is not None:
-        args.svg.write_text(as_svg(lines, f"{brief(placed.plan)}: one step of {played.ranks:,} ranks"))
+        save_svg(args.svg, lines, f"{brief(placed.plan)}: one step of {played.ranks:,} ranks")
 
 
 def _placed(args: argparse.Namespace, spec: ModelSpec, cluster: Cluster) -> PlacedPlan:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
+from tllm.core.errors import ConfigError
 from tllm.planner.simulate.explain import StageTimeline
 
 COLOURS = {
@@ -27,6 +29,14 @@ WIDTH, ROW, LEFT, TOP, BELOW = 1000, 26, 160, 50, 30
 TICKS = 10
 MOST = 150
 """Letters of a title that have room."""
+
+
+def save_svg(path: Path, lines: Sequence[StageTimeline], title: str) -> None:
+    """Write the picture. ConfigError where the file cannot be written."""
+    try:
+        path.write_text(as_svg(lines, title), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "give --svg a file that can be written") from error
 
 
 def as_svg(lines: Sequence[StageTimeline], title: str) -> str:

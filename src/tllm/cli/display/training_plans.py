@@ -12,7 +12,7 @@ from typing import Any
 from tllm.cli.display.beside_steps import BesideSteps, PredictedPlan
 from tllm.cli.display.serving_plans import certainty, given_plan
 from tllm.cli.display.tables import indented_json, span, table
-from tllm.cli.display.timeline import as_svg, as_text
+from tllm.cli.display.timeline import as_text, save_svg
 from tllm.core.errors import counted
 from tllm.core.memory import amount
 from tllm.planner.bounds.training_bound import is_bounded, least_step_seconds
@@ -231,7 +231,7 @@ def show_choices(args: argparse.Namespace, cluster: Cluster, result: TrainingSea
         if args.explain:
             print("\n".join(_explained(best, names)), as_text(lines), sep="\n")
     if args.svg is not None:
-        args.svg.write_text(as_svg(lines, f"{best.placed.plan}: one step"))
+        save_svg(args.svg, lines, f"{best.placed.plan}: one step")
 
 
 def given_training(plan: Plan, spec: ModelSpec, cluster: Cluster, facts: TrainingFacts) -> TrainingSearchResult:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for folder in args.folder:
-        if not folder.exists():
+        if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}", "give one that is there, or none")
     with errors_alone("tllm.model"):
         models = [listed(found) for found in found_models(args.folder)]

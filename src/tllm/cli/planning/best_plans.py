@@ -7,7 +7,7 @@ import sys
 
 from tllm.api.engine_options import draft_options, read_spec
 from tllm.cli.arguments.options import add_acceptance, add_cluster_address, add_device, add_speculation
-from tllm.cli.arguments.parser import user_path, whole
+from tllm.cli.arguments.parser import new_file, user_path, whole
 from tllm.cli.arguments.running_cluster import add_running_cluster
 from tllm.cli.display.serving_plans import show_serving
 from tllm.cli.display.training_plans import show_training
@@ -16,13 +16,16 @@ from tllm.core.errors import ConfigError, counted
 from tllm.planner.cluster.cluster_file import read_cluster
 from tllm.planner.measured.survey import Survey, cluster_of
 
+BATCH, SEQ = 64, 512
+"""Rows of a step, and tokens of a row, that a plan to train is chosen for where nobody says."""
+
 
 def add_goal(parser: argparse.ArgumentParser) -> None:
     """What to choose a plan for."""
     group = parser.add_argument_group("choosing a plan")
     group.add_argument("--goal", choices=("serve", "train"), help="what the plan is for")
-    group.add_argument("--cluster", type=user_path, metavar="FILE", help="TOML file with the machines and their links")
     live = group.add_mutually_exclusive_group()
+    live.add_argument("--cluster", type=user_path, metavar="FILE", help="TOML file with the machines and their links")
     live.add_argument("--nodes", type=whole, metavar="N", help="instead: measure N machines, this one included")
     live.add_argument("--live", action="store_true", help="instead: those of a running server (--host, --port)")
     live.add_argument("--local", type=whole, metavar="N", help="instead: measure N worker processes here")
@@ -38,11 +41,11 @@ def add_goal(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top", type=whole, default=5, metavar="N", help="plans to show (%(default)s)")
     group.add_argument("--explain", action="store_true", help="show where the time of the best plan goes")
-    group.add_argument("--svg", type=user_path, metavar="FILE", help="draw the best plan's timeline here")
+    group.add_argument("--svg", type=new_file, metavar="FILE", help="draw the best plan's timeline here")
     _add_requests(group, "serve: ")
     add_speculation(group)
-    group.add_argument("--batch", type=whole, default=64, metavar="N", help="train: rows of a step (%(default)s)")
-    group.add_argument("--seq", type=whole, default=512, metavar="N", help="train: tokens of a row (%(default)s)")
+    group.add_argument("--batch", type=whole, default=BATCH, metavar="N", help="train: rows of a step (%(default)s)")
+    group.add_argument("--seq", type=whole, default=SEQ, metavar="N", help="train: tokens of a row (%(default)s)")
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:

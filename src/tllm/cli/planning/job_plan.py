@@ -7,7 +7,9 @@ import dataclasses
 import json
 from pathlib import Path
 
+from tllm.cli.arguments.parser import option_of
 from tllm.cli.display.training_plans import not_predicted, show_choices
+from tllm.cli.planning.best_plans import BATCH, SEQ
 from tllm.cli.planning.live_survey import measured
 from tllm.cli.planning.plan_chooser import TrainingChooser
 from tllm.cli.planning.role_plan import has_roles, show_roles
@@ -22,6 +24,9 @@ from tllm.training.job.job import Job
 from tllm.training.job.job_file import ResolvedJob, read_job
 from tllm.training.job.job_parts import can_mirror, role_nodes
 
+OF_MODEL = dict(revision=None, dtype=None, quantize=None, dequantize=False, batch=BATCH, seq=SEQ)
+"""Options of `tllm plan MODEL` that would change nothing, and what they are where nobody gives them."""
+
 
 def is_job(name: str) -> bool:
     """Whether what is to be planned is a job, and no model."""
@@ -29,7 +34,8 @@ def is_job(name: str) -> bool:
 
 
 def plan_job(args: argparse.Namespace) -> int:
-    """Choose, or take the plan that is given, and print."""
+    """Choose, or take the plan that is given, and print. ConfigError for options that a job leaves without effect."""
+    _check_options(args)
     resolved = read_job(Path(args.model), args.set)
     spec = spec_of(resolved.job)
     given = Plan.parse(args.plan, spec.num_layers) if args.plan else None
@@ -42,6 +48,12 @@ def plan_job(args: argparse.Namespace) -> int:
             "give a plan with fewer ranks, or leave it out",
         )
     if given is None and has_roles(chooser):
+        if args.svg or args.explain:
+            raise ConfigError(
+                f"{'--svg' if args.svg else '--explain'} is of one plan's step, and machines for this job's roles are "
+                "chosen beside it",
+                "give --plan too, which shows the policy's part",
+            )
         show_roles(args, cluster, chooser)
         return 0
     result = result_of(chooser, cluster, args.top)
@@ -50,6 +62,16 @@ def plan_job(args: argparse.Namespace) -> int:
         before = chooser.beside_steps(result.choices[0].placed)
         print("\n".join(["", *_policy_alone(resolved.job), *not_predicted(resolved.job), *before]))
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.goal == "serve":
+        raise ConfigError(f"{args.model} is a job, and --goal is serve", "leave it out, or give the model to serve")
+    if given := [name for name, default in OF_MODEL.items() if getattr(args, name) != default]:
+        raise ConfigError(
+            f"{option_of(given[0])} is for a model, and {args.model} is a job, whose keys say it",
+            "leave it out; --set KEY=VALUE changes a key",
+        )
 
 
 def result_of(chooser: TrainingChooser, cluster: Cluster, top: int) -> TrainingSearchResult:

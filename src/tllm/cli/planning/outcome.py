@@ -46,6 +46,8 @@ SECONDS = (
 )
 SHARES = ("mfu", "bubble")
 SIZES = ("memory", "bytes_sent")
+ANSWERED = {"first_token": "answer", "tokens_per_second": "answers per second"}
+"""What is said of answers that are one token, or none."""
 
 
 def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) -> TrainingOutcome | None:
@@ -91,8 +93,8 @@ def training_outcome(chooser: TrainingChooser, records: Sequence[StepRecord]) ->
 
 def serving_outcome(chooser: ServingChooser, timed: TimedEngine, memory: int | None) -> ServingOutcome | None:
     """The outcome of the requests that were served, with what is predicted for requests like their mean."""
-    ended = list(timed.times)
-    counted = [request for request in ended[WARM:] or ended if request.tokens > 1]
+    ended = list(timed.times if chooser.spec.writes else timed.pooled)
+    counted = [request for request in ended[WARM:] or ended if request.tokens != 1]
     if chooser.chosen is None or not counted:
         return None
     mean = statistics.fmean
@@ -102,7 +104,7 @@ def serving_outcome(chooser: ServingChooser, timed: TimedEngine, memory: int | N
     mean_facts = replace(
         chooser.facts,
         prompt=round(mean(request.prompt for request in counted)),
-        reply=round(mean(request.tokens for request in counted)),
+        reply=round(mean(max(1, request.tokens) for request in counted)),
         concurrency=max(1, round(sum(request.last - request.came for request in counted) / busy)),
         acceptance=_acceptance(timed, chooser.facts),
     )
@@ -118,8 +120,10 @@ def serving_outcome(chooser: ServingChooser, timed: TimedEngine, memory: int | N
         predicted=predicted,
         measured=ReplyNumbers(
             first_token=mean(request.first - request.came for request in computed),
-            per_token=mean((request.last - request.first) / (request.tokens - 1) for request in counted),
-            tokens_per_second=sum(request.tokens for request in counted) / busy,
+            per_token=mean((request.last - request.first) / (request.tokens - 1) for request in counted)
+            if chooser.spec.writes
+            else None,
+            tokens_per_second=sum(max(1, request.tokens) for request in counted) / busy,
             memory=memory,
         ),
     )
@@ -155,7 +159,12 @@ def conclude_serving(chooser: ServingChooser, timed: TimedEngine, memory: int | 
     )
     predict = _serving_predictor(chooser, facts)
     folder = chooser.path.parent if chooser.path else None
-    _conclude(outcome, folder, outcome.measured.per_token, lambda survey: predict(survey).per_token, chooser)
+    _conclude(outcome, folder, _pace(outcome.measured), lambda survey: _pace(predict(survey)), chooser)
+
+
+def _pace(numbers: ReplyNumbers) -> float:
+    """Seconds by which a survey is corrected: of a token, or of a whole answer."""
+    return numbers.first_token if numbers.per_token is None else numbers.per_token
 
 
 def conclude_answering(chooser: AnsweringChooser, plan: str, stats: Mapping[str, float], memory: int | None) -> None:
@@ -183,7 +192,8 @@ def as_text(outcome: Outcome) -> str:
         if predicted is None or measured is None:
             continue
         error = f"{100 * (measured / predicted - 1):+.1f} %" if predicted else ""
-        rows.append([name.replace("_", " "), _shown(name, predicted), _shown(name, measured), error])
+        shown = ANSWERED.get(name) if isinstance(outcome, ServingOutcome) and outcome.reply == 1 else None
+        rows.append([shown or name.replace("_", " "), _shown(name, predicted), _shown(name, measured), error])
     return table(rows)
 
 
@@ -220,7 +230,7 @@ def _serving_predictor(chooser: ServingChooser, facts: ServingFacts) -> Callable
         totals = [replace(rank, cache=cache).total for rank, cache in zip(prediction.memory, caches, strict=True)]
         return ReplyNumbers(
             first_token=prediction.first_token,
-            per_token=prediction.per_token,
+            per_token=prediction.per_token if facts.reply > 1 else None,
             tokens_per_second=prediction.tokens_per_second,
             memory=round(max(totals)),
         )

@@ -15,7 +15,7 @@ import msgspec
 from tllm.api.engine_options import EngineOptions
 from tllm.cli.arguments.survey_settings import serving_settings, training_settings, within
 from tllm.cli.display.beside_steps import BesideSteps, PredictedPlan
-from tllm.cli.display.serving_plans import advice, certainty, drafting, given_serving
+from tllm.cli.display.serving_plans import advice, certainty, drafting, given_serving, pace
 from tllm.cli.display.training_plans import (
     given_training,
     has_value_pass,
@@ -181,13 +181,9 @@ class ServingChooser(PlanChooser):
         best = self.chosen = result.choices[0] if self.given else self._best(cluster, result)
         predicted, names = best.predicted, stage_names(best.plan, cluster, best.devices)
         most = max(rank.total for rank in predicted.memory)
-        first, rate = f"{predicted.first_token:.3g} s", f"{predicted.tokens_per_second:.4g}"
-        pace = f"an answer after {first}, {rate} a second"
-        if self.facts.reply > 1:
-            pace = f"{1e3 * predicted.per_token:.3g} ms a token, the first after {first}, {rate} tokens/s"
         lines = [
             f"plan {best.plan} on {' '.join(names)}, {self.how(result.exact, result.steps)}",
-            f"predicted: {pace}, {amount(most)} at most on a node "
+            f"predicted: {pace(predicted)}, {amount(most)} at most on a node "
             f"({counted(self.facts.prompt, 'token')} in, {self.facts.reply} out, {self.facts.concurrency} at once)",
             *drafting(predicted.load),
             f"the time goes to {serving_bottleneck(predicted, names)}",

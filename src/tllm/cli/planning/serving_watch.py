@@ -104,6 +104,7 @@ class ServingWatch:
             self._chooser.chosen = replace(before, predicted=predicted)
         chosen, self._epoch = self._chooser.chosen, epoch
         self._timed.times.clear()
+        self._timed.pooled.clear()
         self._serving.advice, self._serving.gain = "", 0.0
         if chosen is not None and str(chosen.plan) == plan:
             self._drift = ServingDriftDetector(self._chooser.spec, chosen, cluster, self._chooser.facts)

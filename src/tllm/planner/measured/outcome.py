@@ -48,10 +48,11 @@ class StepNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class ReplyNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What requests see: seconds to the first token, seconds from one token to the next, tokens per second of all
-    requests together; `memory` in bytes of the fullest rank."""
+    requests together; `memory` in bytes of the fullest rank. An answer that is one token, or a pooled prompt's numbers,
+    counts as one token, with no `per_token`."""
 
     first_token: float
-    per_token: float
+    per_token: float | None
     tokens_per_second: float
     memory: int | None = None
 

@@ -58,14 +58,14 @@ class StageTimeline:
     bars: tuple[TimelineBar, ...]
 
 
-def decode_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> list[StageBreakdown]:
-    """Each stage in a decode step: what it does for all batches in flight, its hops, and what it waits for."""
-    accounts = []
-    for name, stage in zip(names, predicted.stages, strict=True):
-        parts = stage.decode.plus(stage.decode_hop).times(predicted.load.batches)
-        if parts.seconds > predicted.step_seconds:  # the link sends while its stage computes
-            parts = stage.decode.times(predicted.load.batches)
-        accounts.append(StageBreakdown(name, parts, max(0.0, predicted.step_seconds - parts.seconds)))
+def turn_breakdowns(predicted: ServingPrediction, names: Sequence[str]) -> list[StageBreakdown]:
+    """Each stage in a turn: what it does for all batches in flight, its hops, and what it waits for."""
+    turn, accounts = predicted.turn, []
+    for name, (batch, hop) in zip(names, turn.stages, strict=True):
+        parts = batch.plus(hop).times(turn.batches)
+        if parts.seconds > turn.seconds:  # the link sends while its stage computes
+            parts = batch.times(turn.batches)
+        accounts.append(StageBreakdown(name, parts, max(0.0, turn.seconds - parts.seconds)))
     return accounts
 
 
@@ -103,19 +103,20 @@ def training_breakdowns(predicted: StepPrediction, names: Sequence[str]) -> list
 
 
 def serving_bottleneck(predicted: ServingPrediction, names: Sequence[str]) -> str:
-    """What most of a token's time is spent on, and where, in words."""
-    load, stages = predicted.load, predicted.stages
-    slowest = max(range(len(stages)), key=lambda index: stages[index].decode.seconds)
-    if load.batches > 1 and load.batches * stages[slowest].decode.seconds >= 0.999 * predicted.step_seconds:
-        parts = stages[slowest].decode
+    """What most of a turn is spent on, and where, in words."""
+    turn = predicted.turn
+    slowest, parts = max(enumerate(batch for batch, _ in turn.stages), key=lambda stage: stage[1].seconds)
+    is_full = turn.batches * parts.seconds >= 0.999 * turn.seconds
+    if turn.batches > 1 and len(turn.stages) > 1 and is_full:
         kind, seconds = _largest(parts)
         share = 100 * seconds / parts.seconds
         return f"stage {slowest} on {names[slowest]}, which the others wait for: {share:.0f} % of its time is {kind}"
     whole = TimeBreakdown()
-    for stage in stages:
-        whole = whole.plus(stage.decode).plus(stage.decode_hop)
+    for batch, hop in turn.stages:
+        whole = whole.plus(batch).plus(hop)
     kind, seconds = _largest(whole)
-    return f"{kind}: {100 * seconds / whole.seconds:.0f} % of a token's way round"
+    way = "a token's way round" if predicted.load.facts.reply > 1 else "a prompt's way through"
+    return f"{kind}: {100 * seconds / whole.seconds:.0f} % of {way}"
 
 
 def training_bottleneck(predicted: StepPrediction) -> str:
@@ -142,17 +143,20 @@ def stage_names(plan: Plan, cluster: Cluster, devices: Sequence[int]) -> list[st
 
 
 def ring_timelines(predicted: ServingPrediction, names: Sequence[str], rounds: int = 2) -> list[StageTimeline]:
-    """What stages do while each batch in flight goes round so often; the batches begin one after another."""
-    stages, batches = predicted.stages, predicted.load.batches
+    """What stages do while each batch in flight goes round so often, of prompts that no decode step follows so many
+    for each stage go through once; the batches begin one after another."""
+    stages, batches = predicted.turn.stages, predicted.turn.batches
+    if predicted.load.facts.reply == 1:
+        batches, rounds = min(batches, rounds * len(stages)), 1
     free = [0.0] * len(stages)
     bars: list[list[TimelineBar]] = [[] for _ in stages]
     ready = [0.0] * batches
     for round_ in range(rounds):
-        for index, stage in enumerate(stages):
+        for index, (computed, hop) in enumerate(stages):
             for batch in range(batches):
                 start = max(free[index], ready[batch])
-                stop = free[index] = start + stage.decode.seconds
-                ready[batch] = stop + stage.decode_hop.seconds
+                stop = free[index] = start + computed.seconds
+                ready[batch] = stop + hop.seconds
                 bars[index].append(TimelineBar(start, stop, f"{batch}.{round_}", "forward"))
     return [StageTimeline(name, tuple(row)) for name, row in zip(names, bars, strict=True)]
 

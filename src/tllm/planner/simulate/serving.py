@@ -42,6 +42,16 @@ class StageCost:
 
 
 @dataclass(frozen=True)
+class RingTurn:
+    """Batches that follow one another through all stages, and the seconds from the first to the last."""
+
+    batches: int
+    stages: tuple[tuple[TimeBreakdown, TimeBreakdown], ...]
+    """One batch on each stage, and the hop after it."""
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ServingPrediction:
     """What a plan is predicted to do under one load."""
 
@@ -69,17 +79,28 @@ class ServingPrediction:
         return self.per_token * self.load.tokens_per_step
 
     @property
+    def turn(self) -> RingTurn:
+        """A decode step; all prompts, where replies have one token or prompts are pooled, and no such step follows."""
+        if self.load.facts.reply > 1:
+            steps = tuple((stage.decode, stage.decode_hop) for stage in self.stages)
+            return RingTurn(self.load.batches, steps, self.step_seconds)
+        prompts = tuple((stage.prefill, stage.prefill_hop) for stage in self.stages)
+        return RingTurn(self.load.chunks, prompts, self.load.prompt_seconds(*self.chunk))
+
+    @property
     def bubble(self) -> float:
-        """The share of the stages' time in which they compute nothing, while replies are generated."""
-        busy = sum(self.load.batches * stage.decode.seconds for stage in self.stages)
-        return max(0.0, 1 - busy / (len(self.stages) * self.step_seconds)) if self.step_seconds else 0.0
+        """The share of the stages' time in which they compute nothing, in a turn."""
+        turn = self.turn
+        busy = sum(turn.batches * batch.seconds for batch, _ in turn.stages)
+        return max(0.0, 1 - busy / (len(turn.stages) * turn.seconds)) if turn.seconds else 0.0
 
     def shown(self, facts: ServingFacts) -> dict[str, Any]:
-        """What is shown beside measurements while a plan serves; `stages` are the seconds of each stage for a batch of
-        replies, and the last three say for which requests (`facts`) all of it was predicted."""
+        """What is shown beside measurements while a plan serves; `per_token` is None where nothing follows the first
+        token, `stages` are the seconds of each stage for a batch of replies, and the last three say for which requests
+        (`facts`) all of it was predicted."""
         return {
             "first_token": self.first_token,
-            "per_token": self.per_token,
+            "per_token": self.per_token if facts.reply > 1 else None,
             "tokens_per_second": self.tokens_per_second,
             "stages": [stage.decode.seconds for stage in self.stages],
             "prompt": facts.prompt,

@@ -62,6 +62,7 @@ class RecentTokens:
     generation_tokens: int = 0
     first_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     between_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    answers: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
 class SequenceMetrics:
@@ -166,6 +167,7 @@ class SequenceTimer:
     def pooled(self) -> None:
         """The prompt has come to its numbers: nothing is generated."""
         self.reason = "stop"
+        self._metrics.recent.answers.append(self.age)
         self._metrics.processed(self.prompt_tokens)
         self._metrics.request_prompt.observe(self.prompt_tokens)
 

@@ -116,6 +116,7 @@ class LiveRecorder:
             generation_tokens=recent.generation_tokens,
             time_to_first_token=LatencySummary.of(recent.first_tokens),
             inter_token_latency=LatencySummary.of(recent.between_tokens),
+            time_to_answer=LatencySummary.of(recent.answers),
             nodes={
                 name: _of_node(node, old.nodes.get(name, {}) if is_same_epoch else {}, seconds)
                 for name, node in nodes.items()

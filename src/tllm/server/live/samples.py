@@ -75,6 +75,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Of the sequences that got their first token."""
     inter_token_latency: LatencySummary | None
     """Between two outputs of a sequence."""
+    time_to_answer: LatencySummary | None
+    """Of the prompts that were pooled (embeddings, scores)."""
     nodes: dict[str, NodeSample]
     """By name, those that have a rank."""
     links: dict[str, int]

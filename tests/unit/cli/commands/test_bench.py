@@ -31,6 +31,8 @@ def parse(*words: str) -> argparse.Namespace:
         (["collectives", "--ranks", "1"], "one rank alone"),
         (["collectives", "--listen", "127.0.0.1:9"], "on one machine"),
         (["links", "--connect", "127.0.0.1:9"], "no token"),
+        (["links", "--connect", "127.0.0.1:9", "--listen", "127.0.0.1:9"], "not allowed with"),
+        (["links", "--seconds", "nan"], "not a number above 0"),
         (["all"], "all"),
     ],
 )

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from tests.house.tree import ROOT
-from tllm.cli.commands.chat import is_command
+from tllm.cli.commands.chat import _ask_user, is_command
 from tllm.cli.main import main
+from tllm.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,9 @@ def test_an_unknown_command_is_not_said_to_the_model(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     assert main(words) == 0
     assert capsys.readouterr().out == said.out, "one reply, to Hello"
+
+
+def test_bytes_that_are_no_text_are_the_users_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hell\xf6\n"), "utf-8"))
+    with pytest.raises(ConfigError, match="is no text: 'utf-8' codec can't decode byte 0xf6"):
+        _ask_user()

@@ -128,3 +128,23 @@ def test_a_bad_sampling_file_is_no_matter_of_a_plan(folder: Path, capsys: pytest
     assert main(["plan", str(folder)]) == 0
     assert main(["generate", str(folder), "--prompt-ids", "1"]) == 2, "who samples is told"
     assert "generation_config.json: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--svg", "picture.svg"], "--goal is left out"),
+        (["--explain"], "--goal is left out"),
+        (["--keep", "kept"], "--goal is left out"),
+        (["--set", "seq_len=8"], "--set seq_len=8 changes a key of a job"),
+        (["--goal", "serve", "--cluster", "c.toml", "--live"], "not allowed with argument --cluster"),
+        (["--goal", "serve", "--cluster", "c.toml", "--nodes", "2"], "not allowed with argument --cluster"),
+        (["--goal", "serve", "--cluster", "c.toml", "--svg", "no-such-folder/a.svg"], "a folder that is not there"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(folder), *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and "\nhint: " in shown.err and not shown.out

@@ -123,6 +123,22 @@ def test_a_ring_is_told(folder: Path, cluster: Path, tmp_path: Path, capsys: pyt
     assert found[0]["ring"]["seconds"] == pytest.approx(whole, rel=0.2), "but for the first round"
 
 
+def test_the_ring_of_a_model_that_embeds_has_its_prompts(
+    folder: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    asked = ("--goal", "serve", "--plan", "pp=3,tp=2", "--concurrency", "40", "--prompt", "64")
+    assert simulate(folder, cluster, *asked) == 0
+    text = capsys.readouterr().out
+    assert "an answer after" in text and "3 batches in flight" in text and "all prompts' time" in text
+    assert "a token" not in text.replace("1 token each", "")
+    assert simulate(folder, cluster, *asked, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["milliseconds_per_token"] is None
+    assert told["ring"]["seconds"] == pytest.approx(40 / told["tokens_per_second"], rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("change", "more", "code", "words"),
     [

@@ -30,6 +30,7 @@ def sample(number: int, **more: Any) -> dict[str, Any]:
         "kv_usage": 0.25,
         "generation_tokens": 40,
         "inter_token_latency": {"count": 4, "median": 0.05, "p95": 0.06, "max": 0.07},
+        "time_to_answer": None,
         "nodes": {"lab-1": {"busy": 0.5, "step": 0.004}, "lab-2": {"busy": 1.0, "step": None}},
         "links": {"0>1": 4096, "1>0": 0},
         **more,
@@ -77,6 +78,24 @@ def test_predictions_stand_beside() -> None:
     assert "20.0 (predicted 21.0)" in screen(
         {**STATUS, "predicted": {**planned, "beside": beside}}, reply(sample(0), sample(1))
     )
+
+
+def test_prompts_that_are_pooled_are_counted_as_answers() -> None:
+    """Beside what is predicted of answers; where tokens come too, as they did to be shown."""
+    latency = {"count": 12, "median": 0.07, "p95": 0.08, "max": 0.09}
+    pooled = {"generation_tokens": 0, "inter_token_latency": None, "time_to_answer": latency}
+    planned = {"first_token": 0.04, "per_token": None, "tokens_per_second": 9.0, "stages": [0.003, 0.005]}
+    told = reply(sample(0, **pooled), sample(1, **pooled))
+    shown = screen({**STATUS, "predicted": planned}, told)
+    assert "answers per second: 6.0 (predicted 9.0)" in shown
+    assert "milliseconds to an answer (predicted 40.0)" in shown
+    assert "between tokens" not in shown and "tokens per second" not in shown
+    assert "answers per second: 6.0\n" in screen({**STATUS, "predicted": {**planned, "per_token": 0.1}}, told)
+    both = reply(sample(0), sample(1, **pooled))
+    assert "tokens per second: 10.0\n" in screen({**STATUS, "predicted": planned}, both)
+    nothing = {**pooled, "time_to_answer": None}
+    quiet = screen({**STATUS, "predicted": planned}, reply(sample(0, **nothing), sample(1, **nothing)))
+    assert "answers per second: 0.0 (predicted 9.0)" in quiet and "milliseconds" not in quiet
 
 
 def test_the_machine_at_fault_is_named() -> None:

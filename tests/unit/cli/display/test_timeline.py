@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from tllm.cli.display.tables import brief
-from tllm.cli.display.timeline import COLOURS, LEFT, MOST, WIDTH, as_svg, as_text
+from tllm.cli.display.timeline import COLOURS, LEFT, MOST, WIDTH, as_svg, as_text, save_svg
+from tllm.core.errors import ConfigError
 from tllm.planner.simulate.explain import StageTimeline, TimelineBar
 from tllm.planner.simulate.pipeline import SchedulePlayer, StageWork
 from tllm.spec.pipeline_schedule import build
@@ -66,3 +68,8 @@ def test_a_plan_in_brief_is_the_same_plan(text: str, layers: int, short: str) ->
     plan = Plan.parse(text, layers)
     assert short in brief(plan)
     assert Plan.parse(brief(plan), layers) == plan
+
+
+def test_a_picture_that_cannot_be_written_is_no_fault_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .*: Is a directory"):
+        save_svg(tmp_path, LINES, "a title")

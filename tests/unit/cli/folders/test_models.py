@@ -18,3 +18,5 @@ def test_folders_are_looked_into_and_one_that_is_not_there_is_said(
     assert f"{ROOT / 'models' / 'tiny'}" in capsys.readouterr().out
     assert main(["models", str(tmp_path / "modles")]) != 0
     assert f"there is no folder {tmp_path / 'modles'}" in capsys.readouterr().err
+    assert main(["models", __file__]) != 0
+    assert f"there is no folder {__file__}" in capsys.readouterr().err

@@ -361,6 +361,26 @@ def test_a_model_that_sees_both_ways_computes_the_context_that_is_asked_for_at_o
         assert memory["working"] == working_bytes(spec, rank, spec.dtype, tokens, sequences)
 
 
+def test_of_a_model_that_embeds_answers_are_told_and_no_tokens(
+    folder: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    asked = ("--goal", "serve", "--concurrency", "40", "--plan", "pp=2")
+    assert plan(folder, cluster, *asked, "--explain", "--svg", str(tmp_path / "prompts.svg")) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"plan +nodes +answer +answers/s +most memory", text)
+    assert "% of a prompt's way through" in text or "which the others wait for" in text
+    assert text.count("where all prompts' time goes, ms:") == text.count("time goes, ms:") == 1
+    assert not re.search(r"tokens/s|ms/token|first token|a token's", text)
+    assert ": prompts</text>" in (tmp_path / "prompts.svg").read_text()
+    assert plan(folder, cluster, *asked, "--json") == 0
+    [choice] = json.loads(capsys.readouterr().out)["choices"]
+    assert choice["per_token"] is None and choice["tokens_per_second"] == pytest.approx(40 / choice["seconds"])
+    for stage in choice["stages"]:
+        assert sum(seconds for part, seconds in stage.items() if part != "nodes") == pytest.approx(choice["seconds"])
+
+
 def test_a_context_longer_than_the_model_has_is_refused(
     folder: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

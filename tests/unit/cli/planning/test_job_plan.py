@@ -105,6 +105,24 @@ def test_each_role_has_its_seconds_and_its_memory(job: Path, capsys: pytest.Capt
     assert "seconds of a step by role: sampling " in out and "cache" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--goal", "serve"], "job.toml is a job, and --goal is serve"),
+        (["--batch", "128"], "--batch is for a model, and job.toml is a job"),
+        (["--dtype", "float32"], "--dtype is for a model, and job.toml is a job"),
+        (["--set", "grpo.rollout_nodes=1", "--svg", "a.svg"], "--svg is of one plan's step"),
+        (["--set", "grpo.rollout_nodes=1", "--explain"], "--explain is of one plan's step"),
+    ],
+)
+def test_options_that_a_job_leaves_without_effect_are_refused(
+    words: list[str], said: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "job.toml", "--cluster", "cluster.toml", *words]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and "\nhint: " in shown.err and not shown.out
+
+
 def test_machines_that_score_are_planned_with_all_others(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rewards have seconds, and who computes them has memory: in what is shown, and in the commands that start it."""
     (job.parent / "REWARD").mkdir()

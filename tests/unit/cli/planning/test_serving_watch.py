@@ -64,7 +64,7 @@ def watching(cluster: Cluster, moves: bool) -> tuple[ServingWatch, ServingChoose
     chooser = ServingChooser(options, FACTS, None, 2)
     predicted = predict_serving(SPEC, BOTH, cluster_of(SURVEY, SPEC), (0, 1), chooser.facts)
     chooser.survey, chooser.chosen = SURVEY, ServingChoice(BOTH, (0, 1), predicted)
-    timed = SimpleNamespace(times=["one"])
+    timed = SimpleNamespace(times=["one"], pooled=["other"])
     return ServingWatch(chooser, cluster, timed, moves), chooser  # type: ignore[arg-type]
 
 

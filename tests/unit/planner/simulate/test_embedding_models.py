@@ -17,6 +17,7 @@ from tllm.engine.schedule.scheduler import Scheduler
 from tllm.planner.cost.flops import attention_flops
 from tllm.planner.cost.serving_load import ExpectedBatch, ServingFacts, ServingLoad
 from tllm.planner.cost.stage_team import StageTeam
+from tllm.planner.simulate.explain import ring_timelines, serving_bottleneck, turn_breakdowns
 from tllm.planner.simulate.serving import predict_serving
 from tllm.spec.cut import cut_stage
 from tllm.spec.plan import Plan
@@ -81,3 +82,21 @@ def test_logits_are_made_by_models_that_write_alone() -> None:
             team = StageTeam(spec, cluster(1.0), (0,), cut_stage(spec, (1,)), FACTS)
             seconds.append(team.ends_time(False, True, batch).seconds)
         assert spec.writes == (not more) == (seconds[0] < seconds[1]), more
+
+
+def test_what_a_model_that_embeds_spends_its_time_on_is_its_prompts() -> None:
+    """Neither numbers of another reply's steps nor what these spend their time on."""
+    facts = replace(FACTS, prompt=400, reply=1, concurrency=12)
+    for text, machines in (("pp=1", (0,)), ("pp=2", (0, 1))):
+        found = predict_serving(SPEC, Plan.parse(text, 4), cluster(1.0, 1.0), machines, facts)
+        names = [f"node-{machine}" for machine in machines]
+        assert found.turn.seconds == pytest.approx(found.seconds) and found.turn.batches == found.load.chunks > 1
+        parts = turn_breakdowns(found, names)
+        assert all(one.parts.seconds + one.waiting == pytest.approx(found.seconds) for one in parts)
+        busy = sum(found.load.chunks * stage.prefill.seconds for stage in found.stages)
+        assert found.bubble == pytest.approx(1 - busy / (len(machines) * found.seconds))
+        assert [len(line.bars) for line in ring_timelines(found, names)] == [
+            min(found.load.chunks, 2 * len(machines)) for _ in machines
+        ]
+        said = serving_bottleneck(found, names)
+        assert "token" not in said and ("prompt's way through" in said) == (len(machines) == 1 or "others" not in said)

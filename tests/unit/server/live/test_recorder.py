@@ -78,6 +78,22 @@ def test_tokens_and_latencies_of_requests_are_in_the_samples() -> None:
     assert after["time_to_first_token"] is None and after["inter_token_latency"] is None
 
 
+def test_what_prompts_were_pooled_in_is_in_the_samples() -> None:
+    app = serve(say())
+
+    async def work() -> None:
+        async with client(app) as http:
+            await http.post("/v1/embeddings", json={"input": ["hello", "hello you", "you"]})
+            app.recorder.sample()
+            app.recorder.sample()
+
+    run(work())
+    sample, after = live(app)["samples"]
+    assert sample["time_to_answer"]["count"] == 3 and 0 < sample["time_to_answer"]["max"] < 60
+    assert sample["generation_tokens"] == 0 and sample["time_to_first_token"] is None
+    assert after["time_to_answer"] is None
+
+
 def test_a_sequence_in_hand_is_told_without_its_words() -> None:
     engine = say()
     engine.hold_after = 3

@@ -9,7 +9,7 @@ import { History } from "./history.js";
 import { drawMachines } from "./machines.js";
 import { runCharts, stepOf } from "./run_charts.js";
 import { NoAnswer, Refusal, get, keepKey } from "./server.js";
-import { SERVING_CHARTS } from "./serving_charts.js";
+import { servingCharts } from "./serving_charts.js";
 import { drawCompletions, drawEvents, drawPredicted, drawPredictedStep, drawRun, drawSequences } from "./tables.js";
 
 const SECONDS = 1;
@@ -56,7 +56,8 @@ function draw(status) {
 
 function drawServing(status, isRead) {
   const place = (sample) => clock(sample.time);
-  if (!isRead) drawCharts(find("charts"), SERVING_CHARTS, history, status.predicted, place);
+  const charts = servingCharts(history.samples, status.predicted);
+  if (!isRead) drawCharts(find("charts"), charts, history, status.predicted, place);
   drawSequences(find("requests"), history.latest.sequences);
   drawPredicted(find("predicted"), status.predicted);
 }

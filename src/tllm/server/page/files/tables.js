@@ -38,7 +38,9 @@ export function drawPredicted(parent, predicted) {
   }
   const beside = predicted.beside ?? { ...predicted, predicted, measured: {}, requests: 0 };
   const row = (name, words, key) => compared(name, words, beside.predicted[key], beside.measured[key]);
-  const load = `${beside.concurrency} at once, each of ${counted(beside.prompt, "token")} and answered with ${count(beside.reply)}`;
+  const writes = beside.predicted.per_token !== null; // else answers are one token, or the numbers of a pooled prompt
+  const reply = writes ? ` and answered with ${count(beside.reply)}` : "";
+  const load = `${beside.concurrency} at once, each of ${counted(beside.prompt, "token")}${reply}`;
   const ended = beside.requests === 1 ? "the one that has ended" : `the mean of the ${count(beside.requests)} that have ended`;
   const explained = beside.requests
     ? `For requests like ${ended}: ${load}.`
@@ -47,11 +49,13 @@ export function drawPredicted(parent, predicted) {
     parent,
     table(
       ["", "predicted", "measured", ""],
-      [
-        row("time to first token", seconds, "first_token"),
-        row("time between tokens", seconds, "per_token"),
-        row("tokens per second", count, "tokens_per_second"),
-      ],
+      writes
+        ? [
+            row("time to first token", seconds, "first_token"),
+            row("time between tokens", seconds, "per_token"),
+            row("tokens per second", count, "tokens_per_second"),
+          ]
+        : [row("time to an answer", seconds, "first_token"), row("answers per second", count, "tokens_per_second")],
     ),
     element("p", { class: "quiet" }, explained),
   );
