@@ -141,7 +141,8 @@ def _more_keys(layers: BenchmarkLayers, prompt: int) -> ReadsKeys | None:
         bytes_read += (seen[1] - seen[0]) * kv_bytes(spec, layer, whole, item, "auto")
     if spec.quantization is None or bytes_read <= 0:
         return None
-    return ReadsKeys(*(layers.forward_pass(batch, [near, far]) for batch in (far, near)), bytes_read)
+    longer, shorter = (layers.forward_pass(batch, [near, far]) for batch in (far, near))
+    return ReadsKeys(longer, shorter, bytes_read)
 
 
 def _layer_pass(layers: BenchmarkLayers, batch: Batch, seconds: float) -> SurveyedPass:

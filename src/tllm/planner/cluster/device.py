@@ -33,12 +33,12 @@ class Device:
     """Bytes per second that are read from main memory: of weights, as they are held."""
     operation_seconds: float = 0.0
     """Seconds that starting one operation costs."""
-    keys_bandwidth: float = 0.0
-    """Bytes per second of cached keys and values that attention reads; 0: as of weights."""
     disk_bandwidth: float = 0.0
     """Bytes per second; 0: unknown."""
     peaks: tuple[tuple[str, float], ...] = ()
     """By dtype, flop/s that its maker promises, or that the fastest product of matrices reached."""
+    keys_bandwidth: float = 0.0
+    """Bytes per second of cached keys and values that attention reads; 0: as of weights."""
     logits_rates: tuple[tuple[str, Points], ...] = ()
     """By dtype, flop/s of logits over rows, where these differ from other products."""
     update_seconds: float = 0.0

@@ -51,3 +51,11 @@ def test_a_speed_beside_a_profile_counts_for_nothing_and_is_refused(own: str) ->
     text = f'[[node]]\nname = "a"\nprofile = "a.json"\nmemory = "1 GB"\n{own}\n'
     with pytest.raises(ConfigError, match=f"has a profile and a speed of its own, {own.split()[0]}"):
         parse_cluster(text, Path("big.toml"))
+
+
+def test_each_speed_of_a_node_comes_to_its_own_field() -> None:
+    speeds = 'operation = "5 us"\ndisk = "2 GB/s"\nefficiency = 0.5\nmemory_efficiency = 0.8\n'
+    device = parse_cluster(NODE + speeds + FLOPS, Path("small.toml")).devices[0]
+    assert (device.operation_seconds, device.disk_bandwidth, device.keys_bandwidth) == (pytest.approx(5e-6), 2e9, 0)
+    assert (device.memory_bandwidth, device.peaks) == (8e8, (("float32", 1e9),))
+    assert device.matrix_rate("float32", 1) == 5e8
