@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support.models.quantized_folders import FORMATS, Format, gptq
+from tests.support.models.quantized_folders import FORMATS, Format, awq, gptq
 from tests.support.models.quantized_read import weight
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -43,6 +43,15 @@ def test_each_part_is_what_the_formats_own_reader_reads(form: str, tmp_path: Pat
     assert (want - matrix()).std() < 0.15, "quantised to the nearest"
     for rows, columns in BOXES:
         assert torch.equal(weight(folder, NAME, (rows, columns)), want[slice(*rows), slice(*columns)]), (rows, columns)
+
+
+@pytest.mark.parametrize("form", [awq(64), gptq(4, 64)], ids=["awq", "gptq"])
+def test_a_part_that_begins_within_a_wide_group_has_its_scale(form: Format, tmp_path: Path) -> None:
+    """Of more columns than activations are rounded together in, as most folders have; the last one is half full."""
+    planes = form.write(torch.randn(16, 160, generator=torch.Generator().manual_seed(4)))
+    folder, want = written(tmp_path, form, planes), form.read(planes)
+    for columns in ((32, 96), (96, 160), (100, 110)):
+        assert torch.equal(weight(folder, NAME, ((0, 16), columns)), want[:, slice(*columns)]), columns
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq_v2", "gptq_8_v2", "gptq_desc_act", "int4_asymmetric", "mlx", "mlx_8"])
