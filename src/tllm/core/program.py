@@ -13,6 +13,8 @@ what they need (`reexecute_to_compute`), and gives it to the workers that it sta
 - torch's LRU_CACHE_CAPACITY and oneDNN's ONEDNN_PRIMITIVE_CACHE_CAPACITY: each keeps what it has prepared for products
   of 1,024 shapes by default, some 200 KB of each. A server meets other shapes with each number of tokens in a batch, so
   its memory grew for hours (docs/log/memory.md).
+- OpenMP's OMP_NUM_THREADS, where control groups allow the time of fewer processors than there are, as a limit of
+  Kubernetes does: torch would begin a thread for each of them, of which most are stopped while the others wait.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tllm.core.processor import group_threads
+
 ROOT = Path(__file__).parents[1]
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -36,6 +40,8 @@ WAITING = {"GOMP_SPINCOUNT": "1000"}
 
 PREPARED = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "192")
 """Shapes of products that stay prepared: the four weights of a layer meet 36 numbers of rows each at most."""
+
+THREADS = "OMP_NUM_THREADS"
 
 SAYS_HOW_TO_WAIT = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
 
@@ -51,8 +57,8 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def computing_environment(environment: Mapping[str, str], huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
-    """The environment with the variables for huge pages, threads that wait and prepared products. What the user has set
-    stays."""
+    """The environment with the variables for huge pages, threads that wait, prepared products and how many threads
+    there are. What the user has set stays."""
     prepared = {name: value for name, value in PREPARED.items() if name.replace("ONEDNN", "DNNL") not in environment}
     extended = prepared | dict(environment)
     given = extended.get(VARIABLE, "")
@@ -60,6 +66,8 @@ def computing_environment(environment: Mapping[str, str], huge_pages: Path = HUG
         extended[VARIABLE] = ":".join(filter(None, (given, f"{TUNABLE}=1")))
     if not SAYS_HOW_TO_WAIT & set(extended):
         extended |= WAITING
+    if THREADS not in extended and (threads := group_threads()) is not None:
+        extended[THREADS] = str(threads)
     return extended
 
 
@@ -83,7 +91,7 @@ def ask_torch() -> None:
     """
     if "torch" not in sys.modules:
         asked = computing_environment(os.environ)
-        os.environ.update({name: asked[name] for name in (*WAITING, *PREPARED) if name in asked})
+        os.environ.update({name: asked[name] for name in (*WAITING, *PREPARED, THREADS) if name in asked})
 
 
 def _on_request(huge_pages: Path) -> bool:

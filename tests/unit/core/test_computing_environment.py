@@ -1,4 +1,4 @@
-"""What libraries are told that read the environment at their start: huge pages, how threads wait, what is kept."""
+"""What libraries are told that read the environment at their start: huge pages, threads, what is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tllm.core.program import PREPARED, TUNABLE, VARIABLE, WAITING, computing_environment
+from tllm.core import program
+from tllm.core.program import PREPARED, THREADS, TUNABLE, VARIABLE, WAITING, computing_environment
 
 ASKED = f"{TUNABLE}=1"
 
@@ -23,6 +24,11 @@ print(os.getpid(), *read, *sys.argv[2:], flush=True)
 reexecute_to_compute(Path(sys.argv[1]))
 print("begun", flush=True)
 """
+
+
+@pytest.fixture(autouse=True)
+def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "group_threads", lambda: None)
 
 
 @pytest.fixture
@@ -57,6 +63,12 @@ def test_nobody_asks_where_all_or_none_have_them(tmp_path: Path, said: str | Non
 def test_threads_wait_and_products_are_prepared_as_the_user_has_said(tmp_path: Path, said: dict[str, str]) -> None:
     said |= {"LRU_CACHE_CAPACITY": "9"}
     assert computing_environment(said, tmp_path / "enabled") == PREPARED | said
+
+
+def test_there_are_as_many_threads_as_a_container_has_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "group_threads", lambda: 3)
+    assert computing_environment({}, tmp_path / "enabled") == WAITING | PREPARED | {THREADS: "3"}
+    assert computing_environment({THREADS: "5"}, tmp_path / "enabled") == WAITING | PREPARED | {THREADS: "5"}
 
 
 def test_a_program_begins_anew_once_in_the_same_process(on_request: Path) -> None:

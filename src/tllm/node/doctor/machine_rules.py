@@ -136,7 +136,7 @@ def _of_processor(found: NodeProbe) -> Iterator[Diagnosis]:
         yield Diagnosis(
             node,
             f"its control group may use {machine.quota:g} of {counted(machine.cores, 'processor')}",
-            f"Give the container more, or --threads {max(1, round(machine.quota))}",
+            f"It computes with {counted(max(1, int(machine.quota)), 'thread')}, unless --threads says more: give it more",
             wrong=False,
         )
     if machine.load > machine.cores / 2:

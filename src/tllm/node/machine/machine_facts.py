@@ -17,9 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from tllm.core.memory import group_folders, group_memory
-from tllm.core.processor import processor_name
-from tllm.node.machine.process_facts import cores
+from tllm.core.memory import group_memory
+from tllm.core.processor import processor_name, processors, quota
 from tllm.node.topology.machine_topology import MachineTopology
 from tllm.node.topology.pci_devices import device_node
 from tllm.node.topology.system_files import SYSTEM, number, read_file
@@ -157,8 +156,8 @@ def machine_facts(root: Path = SYSTEM) -> MachineFacts:
         python=platform.python_version(),
         processor=processor_name(root / "proc/cpuinfo"),
         instructions=instructions(root),
-        cores=cores(),
-        quota=_quota(root),
+        cores=processors(),
+        quota=quota(root),
         load=os.getloadavg()[0],
         memory_bytes=min(whole, limit or whole),
         memory_free_bytes=min(memory.get("MemAvailable", whole), limit - used if limit else whole),
@@ -233,18 +232,6 @@ def _table(text: str) -> dict[str, str]:
 def _chosen(text: str) -> str:
     """The choice in brackets, of a line such as `always [madvise] never`."""
     return text.partition("[")[2].partition("]")[0]
-
-
-def _quota(root: Path) -> float | None:
-    """Processors that the control groups around this process allow, None for all."""
-    return min(filter(None, map(_allowed, group_folders("cpu", root))), default=None)
-
-
-def _allowed(group: Path) -> float | None:
-    """Processors that one control group allows, of version 2 or 1; None for all."""
-    first = f"{read_file(group / 'cpu.cfs_quota_us')} {read_file(group / 'cpu.cfs_period_us')}"
-    allowed, _, period = (read_file(group / "cpu.max") or first).partition(" ")
-    return int(allowed) / int(period) if allowed.isdigit() and period.isdigit() else None
 
 
 def _governors(root: Path) -> tuple[str, ...]:

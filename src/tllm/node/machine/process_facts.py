@@ -12,6 +12,7 @@ from tllm.cluster.connection import Address, own_address
 from tllm.cluster.messages import DeviceFacts, NodeFacts
 from tllm.core.errors import ConfigError
 from tllm.core.memory import amount, total_bytes
+from tllm.core.processor import group_threads, processors
 from tllm.core.program import source_digest
 from tllm.planner.cost.cache_room import AT_REST_BYTES, RUNTIME_BYTES
 
@@ -85,8 +86,8 @@ def programs() -> dict[str, str]:
 
 @cache
 def cores() -> int:
-    """Processors that this process was given: those that it could use when it was first asked, before it was bound."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process was given: `processors`, or as many as its control groups allow the time of."""
+    return group_threads() or processors()
 
 
 def reachable(host: str) -> str:
