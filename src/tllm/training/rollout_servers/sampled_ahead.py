@@ -113,19 +113,25 @@ class SampledAhead:
     def position(self, position: bytes, step: int) -> bytes:
         """Where in the data `step` begins, with what was sampled ahead of it, as rank 0 alone knows it; b"" elsewhere.
 
-        It is long, and one more rank gets it: that which has a copy of rank 0's state.
+        It is long, and one more rank gets it: that which has a copy of rank 0's state. Every rank calls it, and the
+        others wait as rank 0 does.
         """
         if not self._is_first:
+            self._ranks.meet()
             return b""
-        return msgspec.msgpack.encode({**msgspec.msgpack.decode(position), **self.state(step)})
+        try:
+            ahead = self.state(step, self._ranks.still)
+        finally:
+            self._ranks.meet()
+        return msgspec.msgpack.encode({**msgspec.msgpack.decode(position), **ahead})
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int, still: Still = nobody) -> dict[str, Any]:
         """What was sampled for `step` and those after it, as JSON holds it. Waits for it."""
         kept, faults = [one for one in self._kept.values() if one.step >= step], list[int]()
         for number, one in sorted(self._ahead.items()):
             if number < step:
                 continue
-            if (faults and not one.is_over) or (part := one.wait()).fault is not None:
+            if (faults and not one.is_over) or (part := one.wait(still)).fault is not None:
                 faults.append(number)
                 continue
             text = base64.b64encode(msgspec.msgpack.encode(part)).decode()

@@ -89,14 +89,17 @@ def test_weights_are_so_many_steps_old_and_are_published_while_steps_are_left_to
 
 
 def test_ranks_go_on_when_rank_0_has_the_completions_however_long_it_says_that_it_waits() -> None:
-    """Of a step that is sampled now, and of one that was sampled ahead."""
+    """Of a step that is sampled now, of one that was sampled ahead, and of those that a snapshot keeps."""
     order, link = RolloutOrder((), (0,)), LocalLink(0, 1)
     config = config_of(2, rank=1, groups=Groups(data={0: link}))
-    for said in (b"", b"", b"on", b"", msgspec.msgpack.encode(order)):
+    for said in (b"", b"", b"on", b"", msgspec.msgpack.encode(order), b"", b"on"):
         link.send_bytes(said)
     other = RemoteRollouts(config, cast(Any, None), None)
     assert other.sample([], (0,), CompletionSampling(4)) == []
-    assert SampledAhead(config, other).of_step(0, None) == (order, [])
+    sampled = SampledAhead(config, other)
+    assert sampled.of_step(0, None) == (order, [])
+    link.send_bytes(b"next")
+    assert sampled.position(b"", 1) == b"" and link.recv_bytes(4) == b"next"
 
 
 def test_what_was_sampled_ahead_is_kept_and_taken_up_where_it_is_not_too_old() -> None:
