@@ -231,10 +231,7 @@ class RoleNodes:
             self._failed.forget_gone(self._members.state.living)
             again, whom = self._failed.failed(team), " with ".join(_names(team))
             log.warning("%s; %s is tried again in %g s at the earliest", error.message, whom, again)
-            for member in team:
-                given = self._members.state.member(member.node)
-                if given is not None and given.role == order.role and given.phase == "loading":
-                    self._members.record(RoleGiven(member.node, order.role))
+            self._put_back(team, order.role)
             await asyncio.sleep(role_teams.FIRST_SECONDS)
         except TllmError as error:
             log.warning("%s", error.message)
@@ -243,8 +240,16 @@ class RoleNodes:
                 if given is not None and given.phase == "refused":
                     self._unable.add(_process(member))
                     self._members.record(RoleGiven(member.node, None))
+            self._put_back(team, order.role)
         finally:
             self._trying.difference_update(map(_process, team))
+
+    def _put_back(self, team: Sequence[Member], role: RoleName) -> None:
+        """Those of a team that did not come together load no more, and wait with their role."""
+        for member in team:
+            given = self._members.state.member(member.node)
+            if given is not None and given.role == role and given.phase == "loading":
+                self._members.record(RoleGiven(member.node, role))
 
     def _put_together(self, role: RoleName, team: Sequence[Member]) -> None:
         """These have a role, and of those that wait for others no more than are wanted."""

@@ -320,19 +320,20 @@ def test_nodes_that_cannot_reach_each_other_are_left_alone_for_longer_each_time_
     assert failed.failed(teams[0]) == 0.01
 
 
+@pytest.mark.parametrize(
+    ("fault", "phases"),
+    [("reaches_nobody", {"b": "assigned", "d": "assigned"}), ("fails", {"b": "assigned"})],
+)
 def test_those_of_a_team_that_did_not_come_together_are_not_said_to_load(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, phases: dict[str, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(role_nodes, "LOOK_SECONDS", 0.005)
 
     async def scene() -> None:
         async with playing(model, tmp_path, "pp=1", "abc", teacher_nodes=(2,), teacher_plan="pp=2") as one:
             await one.lose("c")
-            await one.join("d", reaches_nobody=True)
-            assert {member.node: member.phase for member in one.run.state.living if member.role} == {
-                "b": "assigned",
-                "d": "assigned",
-            }
+            await one.join("d", **{fault: True})
+            assert {member.node: member.phase for member in one.run.state.living if member.role} == phases
 
     play(scene)
 
