@@ -127,7 +127,7 @@ def rank_totals(spec: ModelSpec, plan: Plan, facts: TrainingFacts, hosts: tuple[
     """The `total` of every rank of a plan, as `training_bytes` has it, fast for many replicas."""
     alike = _representatives(plan, facts, range(plan.replicas))
     looked_at, size = list(dict.fromkeys(alike)), plan.replica_size
-    totals = [rank.total - rank.copies for rank in training_bytes(spec, plan, facts, looked_at)]
+    totals = [rank.total - rank.copies for rank in training_bytes(spec, plan, facts, looked_at, hosts)]
     of_replica = {replica: totals[at * size : (at + 1) * size] for at, replica in enumerate(looked_at)}
     totals = [total for replica in alike for total in of_replica[replica]] + totals[len(looked_at) * size :]
     copies = rank_snapshots(spec, plan, facts, hosts)

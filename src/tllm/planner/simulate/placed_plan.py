@@ -67,6 +67,19 @@ class PlacedPlan:
         return rank_snapshots(self.spec, self.plan, self.facts, self.hosts)
 
     @cached_property
+    def _holders(self) -> tuple[int, ...]:
+        """For each rank the one that keeps its snapshots."""
+        return snapshot_holders(self.hosts)
+
+    @cached_property
+    def _sources(self) -> dict[int, list[int]]:
+        """For each rank those whose snapshots it keeps."""
+        sources = defaultdict[int, list[int]](list)
+        for rank, holder in enumerate(self._holders):
+            sources[holder].append(rank)
+        return sources
+
+    @cached_property
     def stands_for(self) -> list[int]:
         """For each replica the first one with the same work on devices that are equally fast and equally far apart,
         and with snapshots of as many bytes."""
@@ -201,12 +214,10 @@ class PlacedPlan:
         that it is sent, one after another through its port. A mean over all steps."""
         rank, here = work.rank, self.devices[work.rank]
         snapshots, seconds = self._snapshots[rank], 0.0
-        holders = snapshot_holders(self.hosts)
         if snapshots.sent:
-            seconds = sending_seconds(snapshots.sent, self.cluster.link(here, self.devices[holders[rank]]))
+            seconds = sending_seconds(snapshots.sent, self.cluster.link(here, self.devices[self._holders[rank]]))
         if snapshots.received:
-            sources = [self.devices[source] for source, holder in enumerate(holders) if holder == rank]
-            link = worst(self.cluster.link(source, here) for source in sources)
+            link = worst(self.cluster.link(self.devices[source], here) for source in self._sources[rank])
             seconds = max(seconds, sending_seconds(snapshots.received, link))
         hidden = step.seconds if self._device(rank).has_spare_core else 0.0
         return max(0.0, seconds - hidden) / self.facts.mirror_steps if seconds else 0.0
