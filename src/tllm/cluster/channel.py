@@ -88,6 +88,7 @@ class Channel:
         self._number = 0
         self._asked: dict[int, asyncio.Queue[Frame | None]] = {}
         self._over = False
+        self._answering = 0
         self._told = ""  # of a question that was refused: one that is asked again and again is told once
 
     async def send(self, message: Message) -> None:
@@ -195,6 +196,11 @@ class Channel:
         assert isinstance(self._reader, TimedReader)
         return self._reader.heard
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether the other end waits for an answer to what it has asked."""
+        return self._answering > 0
+
     def peer_name(self) -> str | None:
         """The name on the other end's certificate; None when it showed none."""
         return peer_name(self._writer.get_extra_info("ssl_object"))
@@ -266,7 +272,8 @@ class Channel:
         if act is None:
             raise self._refused(f"sent a {_name(frame.message)}, which has no place here")
         if frame.kind == QUESTION:
-            tasks.create_task(self._answer(frame.number, act, frame.message))
+            self._answering += 1
+            tasks.create_task(self._answer(frame.number, act, frame.message)).add_done_callback(self._answered)
             return
         result = act(frame.message)
         assert isinstance(result, Awaitable), "a stream needs a question"
@@ -275,6 +282,9 @@ class Channel:
     def _refused(self, what: str) -> ClusterError:
         self.refused += 1
         return ClusterError(f"{self.peer} {what}")
+
+    def _answered(self, _: asyncio.Task[None]) -> None:
+        self._answering -= 1
 
     async def _answer(self, number: int, act: Act, message: Message) -> None:
         result = act(message)

@@ -115,19 +115,25 @@ class ChunkServer:
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
         if self._guests >= MAX_GUESTS:
-            self._refuse(sock, peer, f"{MAX_GUESTS} connections without a certificate are open already")
+            sock.close()
+            self._refuse(peer, f"{MAX_GUESTS} connections without a certificate are open already")
             return
-        if not self._has_room():
-            self._refuse(sock, peer, f"{len(self._members)} nodes fetch weights already")
+        if self._is_full() and self._idlest() is None:
+            sock.close()
+            self._refuse(peer, f"{len(self._members)} nodes fetch weights already")
             return
         self._guests += 1
         try:
             channel = await accept_tls(sock, self._context, peer, FromFetcher, 2 * MESSAGE_BYTES)
         except OSError as error:
-            self._refuse(sock, peer, reason_of(error))
+            sock.close()
+            self._refuse(peer, reason_of(error))
             return
         finally:
             self._guests -= 1
+        if self._is_full() and (idlest := self._idlest()) is not None:  # gives way to a node, and not to a stranger
+            self._members.remove(idlest)
+            idlest.abort()
         self._members.add(channel)
         try:
             await channel.run(
@@ -147,20 +153,17 @@ class ChunkServer:
             self.refused_frames += channel.refused
             await channel.close()
 
-    def _has_room(self) -> bool:
-        """Whether one more connection leaves this process three quarters of its descriptors, for its own to others, for
-        links and for files; one that is idle is ended for it."""
-        if len(self._members) < open_files(NODES_FILES) // 4:
-            return True
-        idlest = min(self._members, key=lambda channel: channel.heard)
-        if time.monotonic() - idlest.heard < IDLE_SECONDS:
-            return False
-        self._members.remove(idlest)
-        idlest.abort()
-        return True
+    def _is_full(self) -> bool:
+        """Whether this process needs its other descriptors for its own connections, for links and for files."""
+        return len(self._members) >= open_files(NODES_FILES) // 4
 
-    def _refuse(self, sock: socket.socket, peer: str, why: str) -> None:
-        sock.close()
+    def _idlest(self) -> Channel | None:
+        """The node that has been idle for the longest time, if that is long enough; one that is answered is not."""
+        idle = [channel for channel in self._members if not channel.is_answering]
+        idlest = min(idle, key=lambda channel: channel.heard, default=None)
+        return idlest if idlest is not None and time.monotonic() - idlest.heard >= IDLE_SECONDS else None
+
+    def _refuse(self, peer: str, why: str) -> None:
         self.refused += 1
         log.warning("%s was refused weights: %s", peer, why)
 
