@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import textwrap
@@ -162,9 +163,9 @@ def user_path(text: str) -> Path:
 def new_file(text: str) -> Path:
     """A file that may be written once the work for it is done: its folder is there, and it is none."""
     path = user_path(text)
-    if path.is_dir():
+    if os.path.isdir(path):  # which says no where a path has no right or no room in its system
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is a folder, and a file is to be written")
-    if not path.absolute().parent.is_dir():
+    if not os.path.isdir(path.absolute().parent):
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is in a folder that is not there")
     return path
 

@@ -34,12 +34,19 @@ def is_job(name: str) -> bool:
 
 
 def plan_job(args: argparse.Namespace) -> int:
-    """Choose, or take the plan that is given, and print. ConfigError for options that a job leaves without effect."""
+    """Choose, or take the plan that is given, and print. ConfigError for options of a model that a job's keys say."""
     _check_options(args)
     resolved = read_job(Path(args.model), args.set)
     spec = spec_of(resolved.job)
     given = Plan.parse(args.plan, spec.num_layers) if args.plan else None
     chooser = TrainingChooser(resolved, "", spec, args.nodes or args.local or 0, given, can_mirror(resolved.job))
+    shows_roles = given is None and has_roles(chooser)
+    if shows_roles and (args.svg or args.explain):
+        raise ConfigError(
+            f"{'--svg' if args.svg else '--explain'} is of one plan's step, and machines for this job's roles are "
+            "chosen beside it",
+            "give --plan too, which shows the policy's part",
+        )
     cluster = _cluster(args, chooser, resolved)
     if given is not None and given.world_size > len(cluster):
         raise PlanError(
@@ -47,13 +54,7 @@ def plan_job(args: argparse.Namespace) -> int:
             f"{counted(len(cluster), 'device')}",
             "give a plan with fewer ranks, or leave it out",
         )
-    if given is None and has_roles(chooser):
-        if args.svg or args.explain:
-            raise ConfigError(
-                f"{'--svg' if args.svg else '--explain'} is of one plan's step, and machines for this job's roles are "
-                "chosen beside it",
-                "give --plan too, which shows the policy's part",
-            )
+    if shows_roles:
         show_roles(args, cluster, chooser)
         return 0
     result = result_of(chooser, cluster, args.top)

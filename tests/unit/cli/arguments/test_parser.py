@@ -31,6 +31,7 @@ from tllm.cli.main import COMMANDS, module_of
         (whole, "1", 1),
         (positive, "0.5", 0.5),
         (new_file, "no-such-file", Path("no-such-file")),
+        (new_file, "n" * 300, Path("n" * 300)),  # of which whoever writes it says why not
         (count, "0", 0),
         (count, str(MOST), MOST),
         (port, "65535", 65535),
