@@ -216,8 +216,10 @@ def _params(sampling: CompletionSampling, group: PromptGroup, number: int, stop_
 
 def _completion(outputs: Sequence[Output]) -> Completion:
     last = outputs[-1]
+    if last.finish_reason == "error":
+        raise last.failure()
     if last.finish_reason not in ("stop", "length"):
-        raise RequestError(f"a completion ended as {last.finish_reason}: {last.error}")
+        raise RequestError(f"a completion ended as {last.finish_reason}")
     return Completion(
         tuple(token for output in outputs for token in output.token_ids),
         tuple(one.logprob for output in outputs for one in output.logprobs),
