@@ -65,8 +65,8 @@ class ServingPasses(NamedTuple):
     - `unplayed`: by how many seconds a layer of one reply takes longer where its operations are called one by one.
     - `cooled`, `rest`: by how many seconds all layers take longer in a step, and after a wait: their caches are cold.
     - `rested`: seconds of all waits while this was measured.
-    - `keys_read`: bytes of keys and values per second that attention reads; 0 where weights are plain, which are read
-      as fast.
+    - `keys_read`: bytes of keys and values per second that attention reads; 0 where they count as read at the speed of
+      weights: these are plain, or keys take too little time to tell.
     """
 
     layers: Passes

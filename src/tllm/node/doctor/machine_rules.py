@@ -133,10 +133,11 @@ def said_of_load(load: float, cores: int) -> str:
 def _of_processor(found: NodeProbe) -> Iterator[Diagnosis]:
     node, machine = found.node, found.machine
     if machine.quota is not None and machine.quota < machine.cores:
+        threads = counted(max(1, int(machine.quota)), "thread")
         yield Diagnosis(
             node,
             f"its control group may use {machine.quota:g} of {counted(machine.cores, 'processor')}",
-            f"It computes with {counted(max(1, int(machine.quota)), 'thread')}, unless --threads says more: give it more",
+            f"It computes with {threads} unless --threads says more: give it more",
             wrong=False,
         )
     if machine.load > machine.cores / 2:

@@ -103,7 +103,7 @@ class SurveyedNode(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     """The same in a step before which the stage had nothing to do."""
     keys_read: float = 0.0
     """Bytes per second of cached keys and values that attention reads, beside weights of few bits, which are read at a
-    speed of their own; 0: not measured, as both are plain."""
+    speed of their own; 0: not measured (plain weights, a device, or too short to tell), then at that of weights."""
     split: float = 1.0
     """How many times longer a training pass takes whose backward pass is split in two (zero bubble schedules)."""
     sampling: SampledPasses | None = None

@@ -32,7 +32,7 @@ def test_nothing_is_found_where_nothing_is(names: str) -> None:
         (dict(listen_fault="Permission denied"), "no port can be opened (Permission denied)", "sandbox", True),
         (dict(firewalls=("ufw",)), "the firewall ufw is on", "ufw allow", False),
         (dict(interfaces=(Interface("eth0", 1500, 100),)), "eth0 has agreed on 100 Mbit/s", "another cable", True),
-        (dict(quota=1.5), "may use 1.5 of 8 processors", "It computes with 1 thread, unless", False),
+        (dict(quota=1.5), "may use 1.5 of 8 processors", "It computes with 1 thread unless", False),
         (dict(load=5.0), "keep 5.0 of 8 processors busy", "End them", False),
         (dict(load=12.5), "want 12.5 processors, and it has 8", "End them", False),
         (dict(governors=("powersave",)), "governed by powersave", "cpupower", False),
