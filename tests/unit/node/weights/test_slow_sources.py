@@ -105,6 +105,36 @@ def test_nodes_take_a_part_of_the_descriptors_and_idle_ones_give_way(monkeypatch
     asyncio.run(connect())
 
 
+def test_a_stranger_ends_no_nodes_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_server, "open_files", lambda wanted: 4)
+    monkeypatch.setattr(chunk_server, "IDLE_SECONDS", 0.0)
+
+    async def connect() -> None:
+        authority = Authority.create()
+        server = ChunkServer(HERE, authority.identity("lender"), ChunkCache(None, 0))
+        running = asyncio.create_task(server.run())
+        node, found = (
+            ChunkConnections((HERE, 1), authority.identity("node")),
+            ChunkFound(b"", "lender", HERE, server.port),
+        )
+        async with asyncio.timeout(30):
+            first = await node.to(found)
+            reader, writer = await asyncio.open_connection(HERE, server.port)
+            writer.write(b"no certificate\n" * 100)
+            await reader.read()
+            while not server.refused:
+                await asyncio.sleep(0.01)
+            for _ in range(10):
+                await asyncio.sleep(0.01)
+                assert await node.to(found) is first
+        writer.close()
+        await node.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(connect())
+
+
 class Folder:
     """Files of which `slow` chunks are read once `goes_on` is set."""
 
