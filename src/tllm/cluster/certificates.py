@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tllm.core.disk import PRIVATE_DISK, private_file
+from tllm.core.disk import check_private, private_file
 from tllm.core.errors import AuthError
 
 COORDINATOR = "coordinator"
@@ -94,8 +94,7 @@ class Authority:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not key_path.exists() and _write_once(key_path, _key_pem(ec.generate_private_key(ec.SECP256R1()))):
                 certificate_path.unlink(missing_ok=True)
-            if key_path.stat().st_mode & 0o077:
-                raise AuthError(f"{key_path} can be read by others", f"chmod 600 {key_path}; or {PRIVATE_DISK}")
+            check_private(key_path)
             key = key_path.read_bytes()
             try:
                 if not certificate_path.exists():

@@ -111,6 +111,12 @@ def private_file(path: Path, *, replaces: bool = True) -> Iterator[BinaryIO]:
         yield file
 
 
+def check_private(path: Path) -> None:
+    """AuthError where others than its owner may read a secret."""
+    if path.stat().st_mode & 0o077:
+        raise AuthError(f"{path} can be read by others", f"chmod 600 {path}; or {PRIVATE_DISK}")
+
+
 def remove_stale(parts: Iterable[Path]) -> None:
     """Remove those that nobody has written to for `STALE_SECONDS`: the programs that did were killed. One that cannot
     be removed, or is gone already, is passed over."""

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from tllm.cluster.certificates import Authority, Identity
-from tllm.core.disk import PRIVATE_DISK, private_file
+from tllm.core.disk import check_private, private_file
 from tllm.core.errors import AuthError
 
 SECRET_LENGTH = 32
@@ -23,8 +23,7 @@ def shared_identity(file: Path, name: str, command: str, make: bool = False) -> 
         with contextlib.suppress(FileExistsError), private_file(file, replaces=False) as out:  # another was first
             out.write(f"{secrets.token_hex(32)}\n".encode())
     try:
-        if file.stat().st_mode & 0o077:
-            raise AuthError(f"{file} can be read by others", f"chmod 600 {file}; or {PRIVATE_DISK}")
+        check_private(file)
         secret = file.read_bytes().strip()
     except OSError as error:
         raise AuthError(
