@@ -255,7 +255,7 @@ def _choice_json(spec: ModelSpec, cluster: Cluster, choice: ServingChoice) -> di
         "nodes": [cluster.name(device) for device in choice.devices],
         "seconds": predicted.seconds,
         "first_token": predicted.first_token,
-        "per_token": predicted.per_token if predicted.load.facts.reply > 1 else None,
+        "per_token": predicted.between_tokens,
         "tokens_per_second": predicted.tokens_per_second,
         "drafted": predicted.load.draft_tokens,
         "tokens_per_turn": predicted.load.tokens_per_step,

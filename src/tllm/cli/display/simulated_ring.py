@@ -86,11 +86,11 @@ def _as_text(choice: ServingChoice, ring: RingTimeline, names: list[str]) -> lis
 
 
 def _as_json(choice: ServingChoice, ring: RingTimeline) -> dict[str, Any]:
-    predicted = choice.predicted
+    predicted, between = choice.predicted, choice.predicted.between_tokens
     return {
         "goal": "serve",
         "plan": str(choice.plan),
-        "milliseconds_per_token": 1e3 * predicted.per_token if predicted.load.facts.reply > 1 else None,
+        "milliseconds_per_token": None if between is None else 1e3 * between,
         "first_token": predicted.first_token,
         "tokens_per_second": predicted.tokens_per_second,
         "batches_in_flight": predicted.turn.batches,

@@ -230,7 +230,7 @@ def _serving_predictor(chooser: ServingChooser, facts: ServingFacts) -> Callable
         totals = [replace(rank, cache=cache).total for rank, cache in zip(prediction.memory, caches, strict=True)]
         return ReplyNumbers(
             first_token=prediction.first_token,
-            per_token=prediction.per_token if facts.reply > 1 else None,
+            per_token=prediction.between_tokens,
             tokens_per_second=prediction.tokens_per_second,
             memory=round(max(totals)),
         )

@@ -79,6 +79,11 @@ class ServingPrediction:
         return self.per_token * self.load.tokens_per_step
 
     @property
+    def between_tokens(self) -> float | None:
+        """`per_token`; None where replies have one token or prompts are pooled, and nothing follows."""
+        return self.per_token if self.load.facts.reply > 1 else None
+
+    @property
     def turn(self) -> RingTurn:
         """A decode step; all prompts, where replies have one token or prompts are pooled, and no such step follows."""
         if self.load.facts.reply > 1:
@@ -100,7 +105,7 @@ class ServingPrediction:
         (`facts`) all of it was predicted."""
         return {
             "first_token": self.first_token,
-            "per_token": self.per_token if facts.reply > 1 else None,
+            "per_token": self.between_tokens,
             "tokens_per_second": self.tokens_per_second,
             "stages": [stage.decode.seconds for stage in self.stages],
             "prompt": facts.prompt,
