@@ -29,6 +29,20 @@ from tllm.weights.file_chunks import FileChunk
 HERE = "127.0.0.1"
 
 
+@contextlib.asynccontextmanager
+async def lending(count: int) -> AsyncGenerator[tuple[ChunkServer, ChunkFound, list[ChunkConnections]], None]:
+    """A server of chunks, where it is found, and so many nodes that may connect to it."""
+    authority = Authority.create()
+    server = ChunkServer(HERE, authority.identity("lender"), ChunkCache(None, 0))
+    running = asyncio.create_task(server.run())
+    nodes = [ChunkConnections((HERE, 1), authority.identity(f"node-{number}")) for number in range(count)]
+    yield server, ChunkFound(b"", "lender", HERE, server.port), nodes
+    for node in nodes:
+        await node.close()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 def test_one_that_does_not_answer_is_in_no_other_nodes_way() -> None:
     """It takes connections, as the system does for a process that is stopped, and says nothing for ten seconds."""
 
@@ -55,12 +69,7 @@ def test_a_node_has_its_connection_however_many_others_have_one(monkeypatch: pyt
     monkeypatch.setattr(chunk_server, "MAX_GUESTS", 1)
 
     async def connect() -> None:
-        authority = Authority.create()
-        server = ChunkServer(HERE, authority.identity("lender"), ChunkCache(None, 0))
-        running = asyncio.create_task(server.run())
-        nodes = [ChunkConnections((HERE, 1), authority.identity(f"node-{number}")) for number in range(3)]
-        found = ChunkFound(b"", "lender", HERE, server.port)
-        async with asyncio.timeout(30):
+        async with lending(3) as (server, found, nodes), asyncio.timeout(30):
             for node in nodes[:2]:
                 await node.to(found)
             with socket.create_connection((HERE, server.port)):  # a stranger, who has the seat and is silent
@@ -69,10 +78,6 @@ def test_a_node_has_its_connection_however_many_others_have_one(monkeypatch: pyt
                 while not server.refused:
                     await asyncio.sleep(0.01)
             await waiting
-        for node in nodes:
-            await node.close()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(connect())
 
@@ -82,12 +87,7 @@ def test_nodes_take_a_part_of_the_descriptors_and_idle_ones_give_way(monkeypatch
     monkeypatch.setattr(chunk_server, "open_files", lambda wanted: 8)
 
     async def connect() -> None:
-        authority = Authority.create()
-        server = ChunkServer(HERE, authority.identity("lender"), ChunkCache(None, 0))
-        running = asyncio.create_task(server.run())
-        nodes = [ChunkConnections((HERE, 1), authority.identity(f"node-{number}")) for number in range(3)]
-        found = ChunkFound(b"", "lender", HERE, server.port)
-        async with asyncio.timeout(30):
+        async with lending(3) as (server, found, nodes), asyncio.timeout(30):
             first, _ = [await node.to(found) for node in nodes[:2]]
             waiting = asyncio.create_task(nodes[2].to(found))
             while not server.refused:
@@ -97,10 +97,6 @@ def test_nodes_take_a_part_of_the_descriptors_and_idle_ones_give_way(monkeypatch
             await waiting
             while await nodes[0].to(found) is first:
                 await asyncio.sleep(0.01)
-        for node in nodes:
-            await node.close()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(connect())
 
@@ -110,14 +106,7 @@ def test_a_stranger_ends_no_nodes_connection(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(chunk_server, "IDLE_SECONDS", 0.0)
 
     async def connect() -> None:
-        authority = Authority.create()
-        server = ChunkServer(HERE, authority.identity("lender"), ChunkCache(None, 0))
-        running = asyncio.create_task(server.run())
-        node, found = (
-            ChunkConnections((HERE, 1), authority.identity("node")),
-            ChunkFound(b"", "lender", HERE, server.port),
-        )
-        async with asyncio.timeout(30):
+        async with lending(1) as (server, found, (node,)), asyncio.timeout(30):
             first = await node.to(found)
             reader, writer = await asyncio.open_connection(HERE, server.port)
             writer.write(b"no certificate\n" * 100)
@@ -127,10 +116,7 @@ def test_a_stranger_ends_no_nodes_connection(monkeypatch: pytest.MonkeyPatch) ->
             for _ in range(10):
                 await asyncio.sleep(0.01)
                 assert await node.to(found) is first
-        writer.close()
-        await node.close()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+            writer.close()
 
     asyncio.run(connect())
 
